@@ -5,13 +5,16 @@
 
 A load is `groupwise.models.loading.load_policy` and the engine's proof in a process of its own, imports and all: first with a cache
 of proofs that is empty, then with what the first one kept.  The proof is what the first takes longer after the imports, which are
-the same in both and vary by more.  Processor seconds on one thread, medians of `--times`.
+the same in both and vary by more.  Beside it stands what `groupwise train` takes until its first rollout, proof and all.
+Processor seconds on one thread, medians of `--times`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -74,6 +77,30 @@ print(time.process_time(), time.process_time() - imported)
 """
 
 
+COMMAND = """
+import os, sys, time
+from groupwise.cli import main
+from groupwise.rollout.native.engine import NativeEngine
+generate = NativeEngine.generate
+def told(self, *args, **kwargs):
+    if self.policy.model.num_parameters() < 10_000_000:  # a small copy
+        return generate(self, *args, **kwargs)
+    print(time.process_time(), flush=True)
+    os._exit(0)
+NativeEngine.generate = told
+main(["train", sys.argv[1], "--fresh", "--quiet"])
+"""
+RECIPE = """
+objective: grpo
+model: {path: %s}
+data: {path: rows.jsonl}
+rewards: exact
+steps: 1
+rollout: {max_new_tokens: 128}
+eval: {at_start: false}
+"""
+
+
 def proof_of(config: PretrainedConfig, dtype: str) -> Callable[[], None]:
     """Everything that a run with these products is proven by, on a small copy that is made anew."""
     kind: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # type: ignore[assignment]
@@ -97,24 +124,29 @@ def cpu_seconds(run: Callable[[], None], times: int) -> float:
 
 
 def load_seconds(times: int) -> dict[str, float]:
-    """Processor seconds of loading shape M: nothing proven before, proven before, and of the proof."""
+    """Processor seconds of loading shape M: nothing proven before, proven before, the proof, and the command."""
     with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
         folder = model_folder(SHAPES["M"], Path(scratch))
+        Path(scratch, "rows.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n" for i in range(64))
+        )
+        Path(scratch, "command.yaml").write_text(RECIPE % folder)
         found: dict[str, list[float]] = {"first": [], "again": []}
-        proofs = []
+        proofs, commands = [], []
         for number in range(times):
             where = {"XDG_CACHE_HOME": str(Path(scratch) / f"cache{number}"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             subprocess.run([sys.executable, "-c", "from groupwise.ops.kernels import absence; absence()"], env=os.environ | where)
+            asked = {"cwd": scratch, "env": os.environ | where, "check": True, "capture_output": True, "text": True}
             after_imports = []
             for column in found.values():
-                answer = subprocess.run(
-                    [sys.executable, "-c", LOAD, str(folder)], env=os.environ | where, check=True, capture_output=True, text=True
-                )
+                answer = subprocess.run([sys.executable, "-c", LOAD, str(folder)], **asked)
                 whole, load = map(float, answer.stdout.split()[-2:])
                 column.append(whole)
                 after_imports.append(load)
             proofs.append(after_imports[0] - after_imports[1])
-    return {name: median(column) for name, column in (found | {"proof": proofs}).items()}
+            shutil.rmtree(Path(scratch, f"cache{number}", "groupwise", "proofs"))
+            commands.append(float(subprocess.run([sys.executable, "-c", COMMAND, "command.yaml"], **asked).stdout.split()[-1]))
+    return {name: median(column) for name, column in (found | {"proof": proofs, "command": commands}).items()}
 
 
 def main() -> None:
@@ -134,9 +166,12 @@ def main() -> None:
         print(f"{name:14s}" + "".join(f"   {dtype} {seconds:5.2f} s" for dtype, seconds in result[name].items()), flush=True)
     if not options.only:
         seconds = load_seconds(options.times)
-        share = seconds["proof"] / seconds["first"]
-        result["M"] = {name: significant(value) for name, value in (seconds | {"share": share}).items()}
-        print(f"load at M: {seconds['first']:.2f} s the first time, {seconds['again']:.2f} s from then on (the proof: {share:.0%})")
+        result["M"] = {name: significant(value) for name, value in seconds.items()}
+        print(f"load at M: {seconds['first']:.2f} s the first time, {seconds['again']:.2f} s from then on")
+        print(
+            f"the proof: {seconds['proof']:.2f} s, {seconds['proof'] / seconds['first']:.1%} of it, and "
+            f"{seconds['proof'] / seconds['command']:.1%} of the {seconds['command']:.2f} s until `groupwise train` samples"
+        )
         save("probe", {"seconds": result})
 
 

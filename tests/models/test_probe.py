@@ -1175,3 +1175,34 @@ def test_angles_that_are_rounded_while_sampling_are_found(dtype: Any) -> None:
     policy = make_policy(built(DecodesFromRoundedAngles, LlamaConfig).to(kinds), TOKENIZER, ModelSettings(dtype=dtype))
     with pytest.raises(ConfigError, match=rf"sampling does not equal .*in {dtype} log-probs lie .* nats from float32"):
         prove_engine(policy, NativeEngine)
+
+
+def test_a_structure_that_was_broken_off_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C or too little memory says nothing of a model; and no thread but this one is left with weights that nobody filled."""
+
+    class Broken(LlamaForCausalLM):
+        ends: type[BaseException] | None = None
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            if self.ends is not None:
+                raise self.ends
+
+    whole = small_copy(LlamaConfig(**SHAPE | {"num_hidden_layers": 12}), Broken).num_hidden_layers
+    for ends in (KeyboardInterrupt, MemoryError):
+        monkeypatch.setattr(small_copies, "_MADE", {})
+        monkeypatch.setattr(small_copies, "_STRUCTURES", {})
+        monkeypatch.setattr(Broken, "ends", ends)
+        with pytest.raises(ends):
+            small_copy(LlamaConfig(**SHAPE | {"num_hidden_layers": 12}), Broken)
+        monkeypatch.setattr(Broken, "ends", None)
+        assert small_copy(LlamaConfig(**SHAPE | {"num_hidden_layers": 12}), Broken).num_hidden_layers == whole == 2
+    assert torch.nn.Linear(8, 8).weight.detach().std() > 0.0
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_frequencies_that_no_length_changes_are_asked_far_on(kind: str) -> None:
+    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 8192, **bounds}
+    model = small_model(LlamaForCausalLM, LlamaConfig(max_position_embeddings=65536, rope_parameters=rope))
+    assert max(probe.prove(model, paths=("scoring",)).lengths) == probe.FAR - 1

@@ -22,6 +22,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -61,8 +62,8 @@ PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1
 """Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""
 VALUES, GRADIENTS = 2e-4, 2e-3
 """Largest differences in float32: of a log-prob in nats; of a parameter's gradient, relative to its norm."""
-LONGEST, FAR, FAR_LOWER = 96, 2100, 773
-"""Tokens of the longest sequence whose gradients are compared, of the one whose log-probs are, and of that in a lower type: there
+LONGEST, MIDDLE, FAR, FAR_LOWER = 96, 1040, 2100, 773
+"""Tokens of the longest sequence whose gradients are compared, of those whose log-probs are, and of that in a lower type: there
 positions lose their last bits from 256 on."""
 LOWER, LOWER_PART, LOWER_SHORT, LOWER_GRADIENT = 1.3, 1.6, 2.0, 2.5
 """How many times as far from float32 a run may lie as the model's own forward pass in the same type: the median difference of all
@@ -210,7 +211,7 @@ def proven_before(
             _PROVEN[key] = Proof.read(kept.read_text(encoding="utf-8"))
     before = key in _PROVEN
     if not before:
-        proof = _PROVEN[key] = run(stand_in(model, kind))
+        proof = _PROVEN[key] = run(_copy_of(model, kind))
         if kept is not None:
             with suppress(OSError):
                 kept.parent.mkdir(exist_ok=True)
@@ -228,6 +229,19 @@ _SAID: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, ...], tuple[str, str]]
 _PROVEN: dict[tuple[type, str], Proof] = {}
 SMALL = 50_000_000
 """Parameters of a model that may stand for itself."""
+
+
+def _copy_of(model: PreTrainedModel, kind: type[PreTrainedModel]) -> PreTrainedModel:
+    """`stand_in`; of a class that comes with transformers the same for all proofs of a model, as a run has one model too."""
+    if not _published(kind):
+        return stand_in(model, kind)
+    copies = _COPIES.setdefault(model, {})
+    if kind not in copies:
+        copies[kind] = stand_in(model, kind)
+    return copies[kind]
+
+
+_COPIES: WeakKeyDictionary[PreTrainedModel, dict[type, PreTrainedModel]] = WeakKeyDictionary()
 
 
 def stand_in(model: PreTrainedModel, kind: type[PreTrainedModel] | None = None) -> PreTrainedModel:
@@ -267,11 +281,13 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _library() -> str:
-    """A digest of this library's code."""
+    """What tells this library's code from another: its files' sizes and times, known in a tenth of the time of their contents."""
     seen = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    for file in sorted(file for pattern in ("*.py", "*.cpp", "*.h") for file in root.rglob(pattern)):
-        seen.update(file.read_bytes())
+    for folder, folders, names in os.walk(Path(__file__).parents[1]):
+        folders.sort()
+        for name in sorted(name for name in names if name.endswith((".py", ".cpp", ".h"))):
+            state = os.stat(os.path.join(folder, name))
+            seen.update(f"{folder} {name} {state.st_size} {state.st_mtime_ns}\n".encode())
     return seen.hexdigest()
 
 
@@ -374,7 +390,8 @@ def samples_across(switches: Sequence[int], longest: int, vocabulary: int, seed:
         ends |= {at - 1, at, at + 1, at + 2, 2 * at + 3}
     ends = {min(max(end, 4), longest - 1) for end in ends}
     top = max(ends)
-    prompts = sorted({min(prompt, top - 1) for prompt in (2, top // 3, 2 * top // 3 + 1, *(at + 1 for at in switches))} - {0})
+    thirds = (2, 2 * top // 3 + 1) if not switches else (2, top // 3, 2 * top // 3 + 1)
+    prompts = sorted({min(prompt, top - 1) for prompt in (*thirds, *(at + 1 for at in switches))} - {0})
     # Every prompt has at least two completions; every end is that of one prompt before it.
     chosen = {prompt: [top, prompt + 2] for prompt in prompts}
     for i, end in enumerate(sorted(ends - {top})):
@@ -600,22 +617,25 @@ def prove(
 
 
 def _prove_far(policy: Policy, remedy: str) -> tuple[list[Sample], float]:
-    """Compare log-probs of a long text: what was compared, and the largest difference.  Raises ConfigError.
+    """Compare log-probs of long texts: what was compared, and the largest difference.  Raises ConfigError.
 
-    What changes with the length is a matter of the code of a layer: of classes that come with transformers a copy is asked that
-    is narrower still, and the model itself only where there is none, or where it differs.
+    What changes with the length alone is a matter of the code of a layer: of classes that come with transformers a copy that is
+    narrower still is asked `FAR` tokens, and the model itself `MIDDLE`; or the model itself all of them, where there is no such
+    copy, or where it differs.
     """
 
-    def asked(policy: Policy) -> tuple[list[Sample], float]:
-        far = far_samples(policy, FAR)
+    def asked(policy: Policy, far: list[Sample]) -> tuple[list[Sample], float]:
         computed, expected = (ask(policy, far, gradients=False) for ask in (by_policy, truth))
         return far, compare(type(policy.model).__name__, "scoring", computed, expected, remedy)
 
     kind = type(policy.model)
     if _published(kind):
         with suppress(Exception):  # a model's own code, of sizes that it was not made for
-            return asked(wrapped(small_model(kind, policy.model.config, narrow=True), policy.attention))
-    return asked(policy)
+            narrow = wrapped(small_model(kind, policy.model.config, narrow=True), policy.attention)
+            far, worst = asked(narrow, far_samples(narrow, FAR)[1:2])
+            middle, other = asked(policy, far_samples(policy, MIDDLE)[1:])
+            return [*middle, *far], max(worst, other)
+    return asked(policy, far_samples(policy, FAR))
 
 
 def dtype_of(policy: Policy) -> str:
@@ -719,15 +739,15 @@ def _check_truth(policy: Policy, samples: Sequence[Sample], expected: Truth) -> 
     family = type(policy.model).__name__
     places = sorted(range(len(samples)), key=lambda i: (samples[i].completion.size < 3, _size(samples[i])))
     for place in places[:3]:  # short ones: further on, frequencies may depend on the length; several: one may hold a padding id
-        sample, n = samples[place], samples[place].completion.size
-        (again,) = truth(policy, [sample], gradients=False).logp
-        if not np.abs(again - expected.logp[place]).max() <= VALUES / 10:
-            raise ConfigError(f"{family} gives other log-probs each time it is asked: set the dropout in its config.json to 0")
-        if n < 2:
-            continue
-        shorter = {key: getattr(sample, key)[: n - 1] for key in ("completion", "weight", "advantage", "behavior_logp")}
+        sample, n, whole = samples[place], samples[place].completion.size, expected.logp[place]
+        shorter = {key: getattr(sample, key)[: max(n - 1, 1)] for key in ("completion", "weight", "advantage", "behavior_logp")}
         (before,) = truth(policy, [replace(sample, **shorter)], gradients=False).logp
-        if not np.abs(before - again[: n - 1]).max() <= VALUES:
+        if np.abs(before - whole[: before.size]).max() <= VALUES / 10:
+            continue
+        (again,) = truth(policy, [sample], gradients=False).logp
+        if not np.abs(again - whole).max() <= VALUES / 10:
+            raise ConfigError(f"{family} gives other log-probs each time it is asked: set the dropout in its config.json to 0")
+        if not np.abs(before - again[: before.size]).max() <= VALUES:
             raise ConfigError(
                 f"{family} lets tokens see what comes after them: it is no causal language model, and cannot be trained"
             )

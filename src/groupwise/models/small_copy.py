@@ -16,15 +16,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from groupwise.errors import ConfigError
 
@@ -36,13 +36,15 @@ REFERENCE = 40
 FEW, CHEAP = 2, 6
 """Layers of a small copy whose layers are all alike, one more where some are not, so that a type occurs twice; as many as are taken
 without a search for fewer."""
-NOTED = ("dtype", "architectures", "transformers_version")
+NOTED = ("architectures", "transformers_version")
 """What a model notes in its configuration, which makes it no other."""
 HEAD, WIDTHS = 16, ("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
 """Widest head of a narrow copy, and the keys that say how wide heads are."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "sliding_window_size", "local_attention")
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "logits_soft_cap")
+SCALED = ("llama3", "yarn")
+"""Frequencies that are the same at every length."""
 STATES = ("no_rope_layers",)
 """A number for each layer, not the numbers of layers."""
 HEADS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -179,10 +181,11 @@ def _lengths(text: Any, fields: dict[str, Any]) -> None:
     for part in [rope, *rope.values()] if isinstance(rope, dict) else []:
         if not isinstance(part, dict):
             continue
+        told = part.get("rope_type") in SCALED and part.get("factor")  # else it is the quotient of two lengths
         original = part.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
         if original and original > LENGTH:
             part["original_max_position_embeddings"] = LENGTH
-            reach = max(LENGTH + 1, LENGTH * _context(text) // original)
+            reach = reach if told else max(LENGTH + 1, LENGTH * _context(text) // original)
         if "dynamic" in str(part.get("rope_type")):
             reach = min(reach, LENGTH)
     if rope:
@@ -324,12 +327,32 @@ def _whole(kind: Any, config: PretrainedConfig, deep: PretrainedConfig) -> Struc
     return _structure(kind, config) or _structure(kind, deep, "cpu")
 
 
+class Unfilled(TorchFunctionMode):
+    """Leaves tensors as they were made, in this thread: without weights, initialising them takes half of the time for nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What would fill a tensor gives it back."""
+        return args[0] if func in FILL and args else func(*args, **(kwargs or {}))
+
+
+FILL = frozenset(
+    [getattr(of, name) for of in (torch.Tensor, nn.init) for name in ("uniform_", "normal_")]
+    + [torch.Tensor.fill_, torch.Tensor.zero_, nn.init.kaiming_uniform_, nn.init.trunc_normal_]
+)
+
+
 def _structure(kind: Any, config: PretrainedConfig, device: str = "meta") -> Structure | None:
+    """None if it cannot be built."""
     key = kind, device, _written(config)
     if key not in _STRUCTURES:
-        _STRUCTURES[key] = None
-        with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device(device), no_init_weights():  # a model's own code
-            _STRUCTURES[key] = structure_of(kind(copy.deepcopy(config)))
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled() if device == "meta" else nullcontext():
+                found = structure_of(kind(copy.deepcopy(config)))
+        except MemoryError:
+            raise
+        except Exception:  # a model's own code
+            found = None
+        _STRUCTURES[key] = found
     return _STRUCTURES[key]
 
 

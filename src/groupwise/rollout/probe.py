@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.environments.conversation import Reply, World
@@ -131,8 +132,11 @@ def sampled(
     for asked in _rounds(policy, conversations, seed):
         if plain and asked.sampling.truncates:
             continue
-        for rollout in asked.drawn(policy, make, remedy)[:: -asked.every]:
-            difference = float(np.abs(rollout.behavior_logp - _truth(policy, rollout))[rollout.trained].max())
+        drawn = asked.drawn(policy, make, remedy)[:: -asked.every]
+        for rollout, together_N in zip(drawn, _truths(policy, drawn), strict=True):
+            difference = _apart(rollout, together_N)
+            if not difference <= VALUES:  # by a model that a batch is not the same to
+                difference = _apart(rollout, _truth(policy, rollout))
             if not difference <= VALUES:
                 said = f"a completion of {len(rollout)} tokens behind {rollout.prompt.tokens.size} differs by {difference:.2g} nats"
                 raise ConfigError(refusal(type(policy.model).__name__, asked.path, said, remedy))
@@ -185,12 +189,12 @@ def _rounds(policy: Policy, conversations: bool, seed: int) -> list[Round]:
     alike = [prompt(min(9, longest - 1)) for _ in range(3)]
     many = replace(whole, max_new_tokens=max(longest, MANY))
     context = positions(policy.model, FAR + FEW)
-    far = [prompt(max(context - FEW, 1)) for _ in range(2)]
+    far = [prompt(max((context - FEW) // part, 1)) for part in (1, 2)]
     rounds = [
         Round(prompts=prompts, sampling=whole, context=near, lower=LOWER_PART),
-        Round(prompts=prompts[-2:], sampling=replace(whole, top_k=5, max_new_tokens=4), context=near, every=2),
+        Round(prompts=prompts[-2:], sampling=replace(whole, top_k=5, max_new_tokens=4), context=near, every=3),
         Round(prompts=alike, sampling=many, context=context, group=8, rows=24, every=7),
-        Round(prompts=far, sampling=replace(whole, max_new_tokens=FEW), context=context, group=1, every=2, lower=LOWER_FAR),
+        Round(prompts=far, sampling=replace(whole, max_new_tokens=FEW), context=context, group=1, lower=LOWER_FAR),
     ]
     if conversations:
         world = _Talkative(policy.vocabulary)
@@ -219,16 +223,41 @@ def _compare_lower(policy: Policy, make: Callable[..., Engine], conversations: b
                 raise refused[0]
 
 
-@torch.no_grad()
+def _apart(rollout: Rollout, truth_N: np.ndarray) -> float:
+    """The largest difference of a log-prob, nats."""
+    return float(np.abs(rollout.behavior_logp - truth_N)[rollout.trained].max())
+
+
+def _truths(policy: Policy, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """`_truth` of each; those of one length are passed together."""
+    alike: dict[int, list[int]] = {}
+    for place, rollout in enumerate(rollouts):
+        alike.setdefault(rollout.prompt.tokens.size + len(rollout), []).append(place)
+    found = {}
+    for places in alike.values():
+        logits_BSV = _logits(policy, [rollouts[place] for place in places])
+        found |= {place: _chosen(rollouts[place], logits_SV) for place, logits_SV in zip(places, logits_BSV, strict=True)}
+    return [found[place] for place in range(len(rollouts))]
+
+
 def _truth(policy: Policy, rollout: Rollout) -> np.ndarray:
-    """Log-probs of a rollout's tokens by the model's own forward pass over its text, over the support it was drawn from.
+    """Log-probs of a rollout's tokens by the model's own forward pass over its text, over the support it was drawn from."""
+    return _chosen(rollout, _logits(policy, [rollout])[0])
+
+
+@torch.no_grad()
+def _logits(policy: Policy, rollouts: Sequence[Rollout]) -> Tensor:
+    """(rollouts, tokens, vocabulary), of texts of one length.
 
     With frequencies that depend on the length: over the text as it is without the token that was only drawn.
     """
-    ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens[:-1]]))
+    ids_BS = torch.from_numpy(np.stack([np.concatenate([rollout.prompt.tokens, rollout.tokens[:-1]]) for rollout in rollouts]))
     with plain_attention(policy.model) as model, policy.precision():
-        logits_NV = model(input_ids=ids[None], use_cache=False).logits[0, rollout.prompt.tokens.size - 1 :, : policy.vocabulary]
-    logits_NV = logits_NV.double() / (rollout.sampling.temperature or 1.0)
+        return model(input_ids=ids_BS, use_cache=False).logits[..., : policy.vocabulary]
+
+
+def _chosen(rollout: Rollout, logits_SV: Tensor) -> np.ndarray:
+    logits_NV = logits_SV[rollout.prompt.tokens.size - 1 :].double() / (rollout.sampling.temperature or 1.0)
     logp_NV = logits_NV.log_softmax(-1)
     if rollout.support is not None:
         among = [logits_V[torch.from_numpy(ids.astype(np.int64))] for ids, logits_V in zip(rollout.support, logits_NV, strict=True)]
