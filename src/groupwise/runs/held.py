@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -53,7 +54,7 @@ class Held:
 
     def __init__(self) -> None:
         self._left, self._whole, self._depth = MOST_VALUES, WHOLE, 0
-        self._known: dict[int, tuple[object, bytes]] = {}
+        self._known: dict[int, tuple[object, bytes | int]] = {}
         """By place: the value, so that nothing else comes to lie there, and its digest; while that is made, how deep it lies."""
 
     def of(self, value: Any) -> bytes:
@@ -62,8 +63,9 @@ class Held:
             return NOTHING
         self._left -= 1
         if id(value) in self._known:
-            return self._known[id(value)][1]
-        self._known[id(value)] = value, f"{self._depth} levels down".encode()
+            known = self._known[id(value)][1]
+            return f"{self._depth - known} levels up".encode() if isinstance(known, int) else known
+        self._known[id(value)] = value, self._depth
         self._depth += 1
         found = NOTHING
         with suppress(Exception):
@@ -106,7 +108,7 @@ class Held:
         yield f"{type(value).__name__} {own.__repr__(value)}".encode("utf-8", "surrogatepass")
 
     def _date(self, value: Any) -> Iterator[bytes]:
-        yield repr(value).encode()
+        yield re.sub(" at 0x[0-9a-fA-F]+", "", repr(value)).encode()  # a time zone of a user's may write its address
 
     def _integer(self, value: int) -> Iterator[bytes]:
         yield f"int {value:x}".encode()  # in decimals long ones are refused
@@ -123,15 +125,18 @@ class Held:
     def _set(self, value: Any) -> Iterator[bytes]:
         own: Any = set if isinstance(value, set) else frozenset
         yield f"set of {own.__len__(value)}".encode()
-        if own.__len__(value) <= self._left:  # else which of them are looked at would be chance
-            yield from sorted(self._all(own.copy(value)))
+        if own.__len__(value) <= self._left:
+            members = sorted(self._all(own.copy(value)))
+            if self._left > 0:  # else which of them were looked at is chance
+                yield from members
 
     def _dictionary(self, value: Any) -> Iterator[bytes]:
         items = list(dict.items(value))
         yield f"dict of {len(items)}".encode()
         if 2 * len(items) <= self._left:
             keys = sorted(((self.of(key), place) for place, (key, _) in enumerate(items)), key=lambda key: key[0])
-            yield from (part for pair in sorted((key, self.of(items[place][1])) for key, place in keys) for part in pair)
+            if self._left > 0:
+                yield from (part for pair in sorted((key, self.of(items[place][1])) for key, place in keys) for part in pair)
 
     def _array(self, value: Any) -> Iterator[bytes]:
         yield f"{value.dtype} {value.shape}".encode()
