@@ -231,9 +231,32 @@ class Hostile(list[int]):
         return 0.0
 
 
+class HostileKind(type):
+    """The class of a class that answers nothing."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def no_class(self: Any) -> Any:
+    raise RuntimeError("no class")
+
+
 def test_nothing_that_an_object_does_ends_a_digest() -> None:
     assert held_digest(Hostile([1])) != held_digest(Hostile([2]))
     assert held_digest(Holder(Hostile([1]))) != held_digest(Holder(Hostile([2])))
+    for kind in (tuple, frozenset, set, str, bytes, float):
+        odd_kind: Any = type("Odd", (kind,), {"__class__": property(no_class)})
+        first, second = ("1", "2") if kind in (str, float) else ([1], [2])
+        assert held_digest(Holder(odd_kind(first))) != held_digest(Holder(odd_kind(second))), kind
+    odd_slots: Any = type("Odd", (Holder,), {})
+    odd_slots.__slots__ = 3
+    assert len(held_digest(odd_slots(0))) == 8
+    assert len(held_digest(HostileKind("Odd", (), {"__call__": helper})())) == 8
+    codes: list[Any] = [lambda: 1, lambda: 2]
+    for code in codes:
+        code.__module__ = [1]
+    assert held_digest(codes[0]) != held_digest(codes[1]), "what was read before an error counts"
     odd = Holder(0)
     vars(odd)[3] = "no text for a name"  # type: ignore[index]
     assert held_digest(odd) == held_digest(Holder(0))

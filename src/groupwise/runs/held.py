@@ -67,16 +67,14 @@ class Held:
             return f"{self._depth - known} levels up".encode() if isinstance(known, int) else known
         self._known[id(value)] = value, self._depth
         self._depth += 1
-        found = NOTHING
-        with suppress(Exception):
-            found = _digest(self._parts(value))
+        found = _digest(self._parts(value))
         self._depth -= 1
         self._known[id(value)] = value, found
         return found
 
     def called(self, value: object) -> bytes:
         """Also of an object whose class has `__call__`: the class, its attributes, and what it holds if it is a container."""
-        return self.of(value) if issubclass(type(value), _CALLED) else self._instance(value)
+        return self.of(value) if issubclass(type(value), _CALLED) else _digest(self._instance(value))
 
     def _parts(self, value: Any) -> Iterator[bytes]:
         """By the type, and by what built-in types do: a class's own `__iter__`, `__len__` and `__class__` are not asked."""
@@ -104,7 +102,7 @@ class Held:
     # ------------------------------------------------------------ plain values
 
     def _text(self, value: Any) -> Iterator[bytes]:
-        own: Any = next(kind for kind in _WRITTEN if isinstance(value, kind))  # a class of a user's may write an address
+        own: Any = next(kind for kind in _WRITTEN if issubclass(type(value), kind))  # a user's class may write an address
         yield f"{type(value).__name__} {own.__repr__(value)}".encode("utf-8", "surrogatepass")
 
     def _date(self, value: Any) -> Iterator[bytes]:
@@ -118,12 +116,12 @@ class Held:
         yield self.of(value._value_)
 
     def _list(self, value: Any) -> Iterator[bytes]:
-        own: Any = list if isinstance(value, list) else tuple
+        own: Any = list if issubclass(type(value), list) else tuple
         yield f"{own.__name__} of {own.__len__(value)}".encode()
         yield from self._all(own.__iter__(value))
 
     def _set(self, value: Any) -> Iterator[bytes]:
-        own: Any = set if isinstance(value, set) else frozenset
+        own: Any = set if issubclass(type(value), set) else frozenset
         yield f"set of {own.__len__(value)}".encode()
         if own.__len__(value) <= self._left:
             members = sorted(self._all(own.copy(value)))
@@ -205,8 +203,9 @@ class Held:
                 yield from (part for name in sorted(code) for part in (name.encode(), self.of(code[name])))
                 yield from self._named({name: one for name, one in said.items() if name not in code})
 
-    def _instance(self, value: object) -> bytes:
+    def _instance(self, value: object) -> Iterator[bytes]:
         """Attributes in slots are attributes too."""
+        yield from self._all([type(value), value])
         state: dict[Any, Any] = {}
         with suppress(Exception):
             state |= object.__getattribute__(value, "__dict__")
@@ -214,7 +213,7 @@ class Held:
             for name in _slots(base):
                 with suppress(Exception):  # not filled yet
                     state[name] = object.__getattribute__(value, name)
-        return _digest([self.of(type(value)), self.of(value), *self._named(state)])
+        yield from self._named(state)
 
 
 _CODE = (
@@ -262,12 +261,13 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:
-    """`NOTHING` of no parts."""
+    """`NOTHING` of no parts.  Where an error ends them, those before it count."""
     found, some = hashlib.blake2b(digest_size=16), False
-    for part in parts:
-        some = True
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
+    with suppress(Exception):
+        for part in parts:
+            some = True
+            found.update(len(part).to_bytes(8, "little"))
+            found.update(part)
     return found.digest() if some else NOTHING
 
 
