@@ -36,11 +36,12 @@ from groupwise.runs.user_code import is_own
 
 MOST_VALUES, DEEPEST = 100_000, 60
 """How many values are looked at, and how many levels of lists within lists."""
-WHOLE, SAMPLE = 1 << 26, 1 << 16
-"""Bytes of all arrays and tensors together that are looked at whole; numbers of those beyond that are, evenly spread."""
+WHOLE, SAMPLE, SAMPLES, FEWEST = 1 << 26, 1 << 16, 1 << 20, 64
+"""Bytes of all arrays and tensors together that are looked at whole; numbers of each beyond that are, evenly spread, and of all
+of those together; numbers of each after that."""
 NOTHING = b""
 
-_WRITTEN = (type(None), bool, float, complex, str, bytes, bytearray, range, Decimal, Fraction, PurePath)
+_WRITTEN = (type(None), bool, float, complex, range, Decimal, Fraction, PurePath)
 _DATES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
 
 
@@ -53,7 +54,7 @@ class Held:
     """What one digest has looked at."""
 
     def __init__(self) -> None:
-        self._left, self._whole, self._depth = MOST_VALUES, WHOLE, 0
+        self._left, self._whole, self._samples, self._depth = MOST_VALUES, WHOLE, SAMPLES, 0
         self._known: dict[int, tuple[object, bytes | int]] = {}
         """By place: the value, so that nothing else comes to lie there, and its digest; while that is made, how deep it lies."""
 
@@ -105,6 +106,10 @@ class Held:
         own: Any = next(kind for kind in _WRITTEN if issubclass(type(value), kind))  # a user's class may write an address
         yield f"{type(value).__name__} {own.__repr__(value)}".encode("utf-8", "surrogatepass")
 
+    def _string(self, value: Any) -> Iterator[bytes]:
+        yield type(value).__name__.encode()
+        yield str.encode(value, "utf-8", "surrogatepass") if issubclass(type(value), str) else bytes(memoryview(value))
+
     def _date(self, value: Any) -> Iterator[bytes]:
         yield re.sub(" at 0x[0-9a-fA-F]+", "", repr(value)).encode()  # a time zone of a user's may write its address
 
@@ -129,9 +134,9 @@ class Held:
                 yield from members
 
     def _dictionary(self, value: Any) -> Iterator[bytes]:
-        items = list(dict.items(value))
-        yield f"dict of {len(items)}".encode()
-        if 2 * len(items) <= self._left:
+        yield f"dict of {dict.__len__(value)}".encode()
+        if 2 * dict.__len__(value) <= self._left:
+            items = list(dict.items(value))
             keys = sorted(((self.of(key), place) for place, (key, _) in enumerate(items)), key=lambda key: key[0])
             if self._left > 0:
                 yield from (part for pair in sorted((key, self.of(items[place][1])) for key, place in keys) for part in pair)
@@ -141,7 +146,7 @@ class Held:
         if value.dtype.hasobject:
             yield from self._all(value.flat)
         else:
-            yield np.asarray(value if self._affords(value.nbytes) else value.flat[:: -(-value.size // SAMPLE)]).tobytes()
+            yield np.asarray(value if self._affords(value.nbytes) else value.flat[:: self._step(value.size)]).tobytes()
 
     def _tensor(self, value: Tensor) -> Iterator[bytes]:
         value = value.detach()
@@ -152,7 +157,7 @@ class Held:
             return
         yield f"{value.dtype} {tuple(value.shape)}".encode()
         if not self._affords(value.numel() * value.element_size()):
-            places = np.unravel_index(np.arange(0, value.numel(), -(-value.numel() // SAMPLE)), tuple(value.shape))
+            places = np.unravel_index(np.arange(0, value.numel(), self._step(value.numel())), tuple(value.shape))
             value = value[tuple(torch.from_numpy(place).to(value.device) for place in places)]
         yield value.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -161,6 +166,12 @@ class Held:
             return False
         self._whole -= size
         return True
+
+    def _step(self, numbers: int) -> int:
+        """How far apart those lie that are looked at."""
+        looked_at = max(FEWEST, min(SAMPLE, self._samples))
+        self._samples -= looked_at
+        return -(-numbers // looked_at)
 
     # ------------------------------------------------------------ code
 
@@ -221,11 +232,12 @@ _CODE = (
     type(functools.lru_cache(len)),
 )
 _CALLED = (*_CODE, type, MethodType, BuiltinFunctionType, functools.partial)
-_FIXED = (*_CODE, *_WRITTEN, *_DATES, type, int, tuple, frozenset, Enum, functools.partial)
+_FIXED = (*_CODE, *_WRITTEN, *_DATES, type, int, str, bytes, tuple, frozenset, Enum, functools.partial)
 """What a module holds that does not change while it is used."""
 _READERS: tuple[tuple[Any, Callable[[Held, Any], Iterator[bytes]]], ...] = (
     (Enum, Held._member),
     (_WRITTEN, Held._text),
+    ((str, bytes, bytearray), Held._string),
     (_DATES, Held._date),
     (int, Held._integer),
     ((list, tuple), Held._list),
