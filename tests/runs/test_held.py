@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -141,7 +142,8 @@ def test_values_that_differ_have_other_digests() -> None:
         np.array(["a", None], object), np.array(["b", None], object), torch.eye(2), torch.eye(2).to_sparse(),
         (torch.eye(2) * 2).to_sparse(), torch.zeros(2, dtype=torch.bfloat16), OrderedDict(a=1), defaultdict(int, a=2),
         [one, other, 2], [one, 2, other],
-        functools.partial(len, [1]), functools.partial(len, [2]), functools.partial(max, [1]), len, max,
+        functools.partial(len, [1]), functools.partial(len, [2]), functools.partial(max, [1]), len, max, {1: 1}.get, {1: 2}.get,
+        re.compile("a"), re.compile("b"), re.compile("a", re.IGNORECASE), bytearray(b"1"), "\ud800",
     ]  # fmt: skip
     found = [held_digest(Holder(value)) for value in values]
     assert len(set(found)) == len(found)
@@ -191,21 +193,24 @@ def helper(text: str) -> float:
     return 1.0
 
 
-LIMIT, MEMORY = 3, dict[str, int]()
+LIMIT, WORD, PATTERN, MEMORY = 3, "a", re.compile("a"), dict[str, int]()
 
 
 def test_what_a_function_names_of_its_module_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def reward(completion: str) -> float:
         MEMORY[completion] = len(completion)
-        return max((helper(word) for word in completion.split()), default=0.0) + LIMIT
+        found = PATTERN.findall(completion) + completion.split(WORD)
+        return max((helper(word) for word in found), default=0.0) + LIMIT
 
     before = held_digest(reward)
     MEMORY["x"] = 1
     assert held_digest(reward) == before, "what it remembers makes it no other"
-    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 4)
-    limited = held_digest(reward)
-    monkeypatch.setattr(sys.modules[__name__], "helper", lambda text: 2.0)
-    assert len({before, limited, held_digest(reward)}) == 3
+    others: dict[str, Any] = {"LIMIT": 4, "WORD": "b", "PATTERN": re.compile("b"), "helper": lambda text: 2.0}
+    found = [before]
+    for name, value in others.items():
+        monkeypatch.setattr(sys.modules[__name__], name, value)
+        found.append(held_digest(reward))
+    assert len(set(found)) == 5
 
 
 class Hostile(list[int]):

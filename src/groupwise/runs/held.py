@@ -1,11 +1,11 @@
 """A digest of a function or an object of the running program: of its code, and of the plain values that it holds.
 
 It is the same in every process, whatever order sets have there and wherever objects lie, and another one where the code is another,
-or a value: a number, a text, an array, a tensor, a date, a member of an enumeration, also in lists, tuples, dictionaries, sets and
-data classes.  Functions and classes that a function calls by their names count too, and those that it closes over (a decorator's),
-as long as they are the user's own; and so do numbers and texts that it reads from its module, not lists and dictionaries there,
-which may be a memory.  Of anything else (a client, a lock, an open file) nothing counts, nor does an attribute whose name begins
-with _.
+or a value: a number, a text, a pattern, an array, a tensor, a date, a member of an enumeration, also in lists, tuples,
+dictionaries, sets and data classes.  Functions and classes that a function calls by their names count too, and those that it
+closes over (a decorator's), as long as they are the user's own; and so do numbers and texts that it reads from its module, not
+lists and dictionaries there, which may be a memory.  Of anything else (a client, a lock, an open file) nothing counts, nor does
+an attribute whose name begins with _.
 
 Somebody else's objects do as they like when they are asked: nothing here raises, and what is looked at has an end.
 """
@@ -110,6 +110,9 @@ class Held:
         yield type(value).__name__.encode()
         yield str.encode(value, "utf-8", "surrogatepass") if issubclass(type(value), str) else bytes(memoryview(value))
 
+    def _pattern(self, value: re.Pattern[Any]) -> Iterator[bytes]:
+        yield from self._all([value.pattern, value.flags])
+
     def _date(self, value: Any) -> Iterator[bytes]:
         yield re.sub(" at 0x[0-9a-fA-F]+", "", repr(value)).encode()  # a time zone of a user's may write its address
 
@@ -198,6 +201,7 @@ class Held:
 
     def _builtin(self, function: BuiltinFunctionType) -> Iterator[bytes]:
         yield f"{function.__module__}.{function.__qualname__}".encode()
+        yield self.of(function.__self__)
 
     def _around(self, value: Any) -> Iterator[bytes]:
         """What `classmethod`, `property` and their like stand around."""
@@ -232,12 +236,13 @@ _CODE = (
     type(functools.lru_cache(len)),
 )
 _CALLED = (*_CODE, type, MethodType, BuiltinFunctionType, functools.partial)
-_FIXED = (*_CODE, *_WRITTEN, *_DATES, type, int, str, bytes, tuple, frozenset, Enum, functools.partial)
+_FIXED = (*_CODE, *_WRITTEN, *_DATES, type, int, str, bytes, tuple, frozenset, Enum, re.Pattern, functools.partial)
 """What a module holds that does not change while it is used."""
 _READERS: tuple[tuple[Any, Callable[[Held, Any], Iterator[bytes]]], ...] = (
     (Enum, Held._member),
     (_WRITTEN, Held._text),
     ((str, bytes, bytearray), Held._string),
+    (re.Pattern, Held._pattern),
     (_DATES, Held._date),
     (int, Held._integer),
     ((list, tuple), Held._list),
