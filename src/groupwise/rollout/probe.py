@@ -189,10 +189,10 @@ def _rounds(policy: Policy, conversations: bool, seed: int) -> list[Round]:
     alike = [prompt(min(9, longest - 1)) for _ in range(3)]
     many = replace(whole, max_new_tokens=max(longest, MANY))
     context = positions(policy.model, FAR + FEW)
-    far = [prompt(max((context - FEW) // part, 1)) for part in (1, 2)]
+    far = [prompt(max(context - FEW, 1)) for _ in range(2)]
     rounds = [
         Round(prompts=prompts, sampling=whole, context=near, lower=LOWER_PART),
-        Round(prompts=prompts[-2:], sampling=replace(whole, top_k=5, max_new_tokens=4), context=near, every=3),
+        Round(prompts=prompts[-2:], sampling=replace(whole, top_k=5, max_new_tokens=4), context=near),
         Round(prompts=alike, sampling=many, context=context, group=8, rows=24, every=7),
         Round(prompts=far, sampling=replace(whole, max_new_tokens=FEW), context=context, group=1, lower=LOWER_FAR),
     ]
