@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,10 @@ class Holder:
 
     def __call__(self, completion: str) -> float:
         return 0.0
+
+
+grading: Any = None
+"""A module, while a test has made it one."""
 
 
 class Colour(Enum):
@@ -211,6 +217,59 @@ def test_what_a_function_names_of_its_module_is_its_own(monkeypatch: pytest.Monk
         monkeypatch.setattr(sys.modules[__name__], name, value)
         found.append(held_digest(reward))
     assert len(set(found)) == 5
+
+
+def test_an_attribute_is_no_name_of_the_module_and_own_modules_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`found.start()` is not the global `start`; `grading.score()` is code of the user's, `logging.getLogger()` is not."""
+    own = ModuleType("grading")
+    own.score = lambda text: 1.0  # type: ignore[attr-defined]
+    here = vars(sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "grading", own)
+    monkeypatch.setitem(here, "grading", own)
+    monkeypatch.setitem(here, "logging", logging)
+
+    def reward(completion: str) -> float:
+        logging.getLogger(completion)
+        found = re.search("a", completion)
+        return grading.score(completion) + (0 if found is None else found.start())
+
+    before = held_digest(reward)
+    monkeypatch.setitem(here, "start", 5.0)
+    monkeypatch.setattr(logging, "_startTime", 0.0)
+    assert held_digest(reward) == before
+    own.score = lambda text: 2.0  # type: ignore[attr-defined]
+    assert held_digest(reward) != before
+
+
+def test_a_value_that_is_kept_once_it_was_computed_makes_no_other() -> None:
+    class Table(Holder):
+        @functools.cached_property
+        def known(self) -> dict[str, int]:
+            return {"a": 1}
+
+    table = Table(0)
+    before = held_digest(table)
+    assert table.known == {"a": 1} and held_digest(table) == before
+
+
+def test_where_an_error_is_caught_is_code() -> None:
+    def inside(text: str) -> float:
+        try:
+            value = float(text)
+            value += 1
+        except ValueError:
+            return 0.0
+        return value
+
+    def outside(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            return 0.0
+        value += 1
+        return value
+
+    assert held_digest(inside) != held_digest(outside)
 
 
 class Hostile(list[int]):

@@ -331,8 +331,9 @@ class Unfilled(TorchFunctionMode):
     """Leaves tensors as they were made, in this thread: without weights, initialising them takes half of the time for nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What would fill a tensor gives it back."""
-        return args[0] if func in FILL and args else func(*args, **(kwargs or {}))
+        """What would fill a tensor gives it back; `nn.init` hands it on by its name."""
+        kwargs = kwargs or {}
+        return (args[0] if args else kwargs["tensor"]) if func in FILL else func(*args, **kwargs)
 
 
 FILL = frozenset(

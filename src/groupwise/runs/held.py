@@ -13,6 +13,7 @@ Somebody else's objects do as they like when they are asked: nothing here raises
 from __future__ import annotations
 
 import datetime
+import dis
 import functools
 import hashlib
 import re
@@ -24,7 +25,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ class Held:
     def _named(self, values: dict[Any, Any]) -> Iterator[bytes]:
         """Attributes by their names."""
         for name in sorted(name for name in values if isinstance(name, str) and not name.startswith("_")):
-            yield name.encode()
+            yield _name(name)
             yield self.of(values[name])
 
     # ------------------------------------------------------------ plain values
@@ -179,17 +180,28 @@ class Held:
     # ------------------------------------------------------------ code
 
     def _function(self, function: FunctionType) -> Iterator[bytes]:
-        """Its code, its defaults, what it closes over, and what it names."""
-        yield from _instructions(function.__code__)
-        yield from self._all([function.__defaults__, function.__kwdefaults__])
+        """Its code, its defaults, what it closes over, and what it names; of an installed one, which is known by its name, the
+        functions that it closes over: a user's, where it is a decorator's."""
+        own = _own(function.__globals__.get("__name__"))  # `functools.wraps` makes `__module__` another's
+        if own:
+            yield from _instructions(function.__code__)
+            yield from self._all([function.__defaults__, function.__kwdefaults__])
+        else:
+            yield f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}".encode()
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # not filled yet
-                yield self.of(cell.cell_contents)
-        if _own(function.__module__):
-            for name in sorted(_names(function.__code__)):
-                if issubclass(type(value := function.__globals__.get(name)), _FIXED):
-                    yield name.encode()
-                    yield self.of(value)
+                if own or issubclass(type(cell.cell_contents), _CALLED):
+                    yield self.of(cell.cell_contents)
+        if own:
+            code, said = function.__code__, function.__globals__
+            for name in sorted(_names(code, _globals_of)):
+                value: Any = said.get(name)
+                if issubclass(type(value), ModuleType) and _own(value.__name__):
+                    inside = vars(value)
+                    called = [one for one in sorted(_names(code, _attributes_of)) if issubclass(type(inside.get(one)), _CALLED)]
+                    yield from (part for one in called for part in (_name(one), self.of(inside[one])))
+                elif issubclass(type(value), _FIXED):
+                    yield from (_name(name), self.of(value))
 
     def _method(self, method: MethodType) -> Iterator[bytes]:
         yield self.of(method.__func__)
@@ -215,7 +227,7 @@ class Held:
             if _own(base.__module__):
                 said = dict(vars(base))
                 code = {name: one for name, one in said.items() if issubclass(type(one), _CODE)}
-                yield from (part for name in sorted(code) for part in (name.encode(), self.of(code[name])))
+                yield from (part for name in sorted(code) for part in (_name(name), self.of(code[name])))
                 yield from self._named({name: one for name, one in said.items() if name not in code})
 
     def _instance(self, value: object) -> Iterator[bytes]:
@@ -228,7 +240,8 @@ class Held:
             for name in _slots(base):
                 with suppress(Exception):  # not filled yet
                     state[name] = object.__getattribute__(value, name)
-        yield from self._named(state)
+        kept = {name for base in type(value).__mro__ for name, one in vars(base).items() if type(one) is functools.cached_property}
+        yield from self._named({name: one for name, one in state.items() if name not in kept})
 
 
 _CODE = (
@@ -236,7 +249,7 @@ _CODE = (
     type(functools.lru_cache(len)),
 )
 _CALLED = (*_CODE, type, MethodType, BuiltinFunctionType, functools.partial)
-_FIXED = (*_CODE, *_WRITTEN, *_DATES, type, int, str, bytes, tuple, frozenset, Enum, re.Pattern, functools.partial)
+_FIXED = (*_CODE, *_WRITTEN, *_DATES, type, int, str, bytes, np.generic, tuple, frozenset, Enum, re.Pattern, functools.partial)
 """What a module holds that does not change while it is used."""
 _READERS: tuple[tuple[Any, Callable[[Held, Any], Iterator[bytes]]], ...] = (
     (Enum, Held._member),
@@ -264,12 +277,26 @@ _READERS: tuple[tuple[Any, Callable[[Held, Any], Iterator[bytes]]], ...] = (
 def _own(module: str | None) -> bool:
     """True of the user's modules, also of one without a file, as a notebook is."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return is_own(Path(file)) if file else module not in sys.builtin_module_names
+    return is_own(Path(file).resolve()) if file else module not in sys.builtin_module_names
 
 
-def _names(code: CodeType) -> set[str]:
-    """What a function and those inside it may name of their module."""
-    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+def _names(code: CodeType, of: Callable[[CodeType], Iterable[str]]) -> set[str]:
+    """Of a function and those inside it."""
+    return set(of(code)).union(*(_names(inner, of) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Names of its module; not attributes, which may be called like something there."""
+    return (str(one.argval) for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+
+
+def _attributes_of(code: CodeType) -> Iterable[str]:
+    """Attributes, and names of its module."""
+    return code.co_names
+
+
+def _name(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -291,6 +318,7 @@ def _digest(parts: Iterable[bytes]) -> bytes:
 def _instructions(code: CodeType) -> Iterator[bytes]:
     """Of a function and those inside it, wherever they stand."""
     yield code.co_code
+    yield code.co_exceptiontable
     yield repr((code.co_names, code.co_varnames)).encode()
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
