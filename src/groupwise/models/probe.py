@@ -211,7 +211,11 @@ def proven_before(
             _PROVEN[key] = Proof.read(kept.read_text(encoding="utf-8"))
     before = key in _PROVEN
     if not before:
-        proof = _PROVEN[key] = run(_copy_of(model, kind))
+        try:
+            proof = _PROVEN[key] = run(_copy_of(model, kind))
+        except BaseException:  # a copy that was broken off is in no state to be asked again
+            _COPIES.pop(model, None)
+            raise
         if kept is not None:
             with suppress(OSError):
                 kept.parent.mkdir(exist_ok=True)
@@ -281,13 +285,12 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _library() -> str:
-    """What tells this library's code from another: its files' sizes and times, known in a tenth of the time of their contents."""
+    """A digest of this library's code; of its contents, for installers may give all files one time."""
     seen = hashlib.sha256()
     for folder, folders, names in os.walk(Path(__file__).parents[1]):
         folders.sort()
         for name in sorted(name for name in names if name.endswith((".py", ".cpp", ".h"))):
-            state = os.stat(os.path.join(folder, name))
-            seen.update(f"{folder} {name} {state.st_size} {state.st_mtime_ns}\n".encode())
+            seen.update(Path(folder, name).read_bytes())
     return seen.hexdigest()
 
 
