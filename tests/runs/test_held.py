@@ -219,6 +219,17 @@ def test_what_a_function_names_of_its_module_is_its_own(monkeypatch: pytest.Monk
     assert len(set(found)) == 5
 
 
+def test_a_long_list_hides_no_code() -> None:
+    """Code is looked at before values, of which there may be too many."""
+
+    def made(value: float) -> Callable[..., float]:
+        words, judge = [str(number) for number in range(200_000)], {1.0: lambda _: 1.0, 2.0: lambda _: 2.0}[value]
+        return lambda completion: judge(completion) if completion in words else 0.0
+
+    first, second, again = variants(made)
+    assert first == again != second
+
+
 def test_an_attribute_is_no_name_of_the_module_and_own_modules_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`found.start()` is not the global `start`; `grading.score()` is code of the user's, `logging.getLogger()` is not."""
     own = ModuleType("grading")

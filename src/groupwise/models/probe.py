@@ -633,7 +633,7 @@ def _prove_far(policy: Policy, remedy: str) -> tuple[list[Sample], float]:
 
     kind = type(policy.model)
     if _published(kind):
-        with suppress(Exception):  # a model's own code, of sizes that it was not made for
+        with suppress(Exception):  # a model's own code, of sizes that it was not made for; the model itself is asked then
             narrow = wrapped(small_model(kind, policy.model.config, narrow=True), policy.attention)
             far, worst = asked(narrow, far_samples(narrow, FAR)[1:2])
             middle, other = asked(policy, far_samples(policy, MIDDLE)[1:])

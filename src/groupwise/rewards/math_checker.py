@@ -85,10 +85,11 @@ class Checker:
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         """How the comparisons ended.  One that died or met the wall clock is made again: memory or a machine that stood still may
         have ended it, and not its answer."""
-        return [
-            self.pool.run(*pair) if found.failure == "died" or found.seconds >= WALL_SECONDS else found
-            for pair, found in zip(pairs, self.pool.map(pairs), strict=True)
-        ]
+        found = self.pool.map(pairs)
+        broken = [place for place, one in enumerate(found) if one.failure == "died" or one.seconds >= WALL_SECONDS]
+        for place, again in zip(broken, self.pool.map([pairs[place] for place in broken]), strict=True):
+            found[place] = again
+        return found
 
     def _at_once(self, gold: str, answer: str | None) -> Any:
         """The verdict where no sympy is needed, `_UNKNOWN` where it is."""

@@ -185,23 +185,18 @@ class Held:
         own = _own(function.__globals__.get("__name__"))  # `functools.wraps` makes `__module__` another's
         if own:
             yield from _instructions(function.__code__)
-            yield from self._all([function.__defaults__, function.__kwdefaults__])
         else:
             yield f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}".encode()
-        for cell in function.__closure__ or ():
+        held: list[tuple[str, Any]] = []
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # not filled yet
-                if own or issubclass(type(cell.cell_contents), _CALLED):
-                    yield self.of(cell.cell_contents)
+                held.append((name, cell.cell_contents))
+        held = [(name, value) for name, value in held if own or issubclass(type(value), _CALLED)]
         if own:
-            code, said = function.__code__, function.__globals__
-            for name in sorted(_names(code, _globals_of)):
-                value: Any = said.get(name)
-                if issubclass(type(value), ModuleType) and _own(value.__name__):
-                    inside = vars(value)
-                    called = [one for one in sorted(_names(code, _attributes_of)) if issubclass(type(inside.get(one)), _CALLED)]
-                    yield from (part for one in called for part in (_name(one), self.of(inside[one])))
-                elif issubclass(type(value), _FIXED):
-                    yield from (_name(name), self.of(value))
+            held += [("", function.__defaults__), ("", function.__kwdefaults__), *_named_by(function)]
+        held.sort(key=lambda one: not issubclass(type(one[1]), _CALLED))  # code first: long lists must not use its share up
+        for name, value in held:
+            yield from (_name(name), self.of(value))
 
     def _method(self, method: MethodType) -> Iterator[bytes]:
         yield self.of(method.__func__)
@@ -278,6 +273,18 @@ def _own(module: str | None) -> bool:
     """True of the user's modules, also of one without a file, as a notebook is."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return is_own(Path(file).resolve()) if file else module not in sys.builtin_module_names
+
+
+def _named_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function names of its module, and the functions and classes of the user's other modules that it names through them."""
+    for name in sorted(_names(function.__code__, _globals_of)):
+        value: Any = function.__globals__.get(name)
+        if issubclass(type(value), ModuleType) and _own(value.__name__):
+            inside = vars(value)
+            attributes = sorted(_names(function.__code__, _attributes_of))
+            yield from ((one, inside[one]) for one in attributes if issubclass(type(inside.get(one)), _CALLED))
+        elif issubclass(type(value), _FIXED):
+            yield name, value
 
 
 def _names(code: CodeType, of: Callable[[CodeType], Iterable[str]]) -> set[str]:

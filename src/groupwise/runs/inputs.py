@@ -248,7 +248,7 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
     if "weights" in now:
         return f"{named}: the stage has been trained again, or its files were changed: its weights are others"
     if "code" in now:
-        return f"{named}: it is another function now, holds other values, or another version of Python runs it"
+        return f"{named}: it is another function now, holds other values or calls others, or another version of Python runs it"
     if "fingerprint" in now:
         return f"{named}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
     sizes = (then.get("size"), now.get("size"))
