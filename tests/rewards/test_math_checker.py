@@ -152,9 +152,16 @@ def test_a_hostile_gold_is_none_and_a_hostile_answer_is_wrong(monkeypatch):
 @pytest.mark.parametrize(("below", "ended"), [(2, Outcome(failure="died")), (3, Outcome(failure="timeout", seconds=WALL_SECONDS))])
 def test_a_comparison_that_something_else_has_ended_is_made_again(checker, monkeypatch, below, ended):
     """The machine stood still, or its memory went to somebody else: the right answer stays right, now and from the cache."""
-    monkeypatch.setattr(checker.pool, "map", lambda calls: [ended for _ in calls])
+    real, asked = checker.pool.map, list[int]()
+
+    def first_ends(calls):
+        asked.append(len(calls))
+        return [ended for _ in calls] if len(asked) == 1 else real(calls)
+
+    monkeypatch.setattr(checker.pool, "map", first_ends)
     pair = (rf"\frac{{x+1}}{{{below}}}", rf"\frac{{1+x}}{{{below}}}")
     assert [checker.compare([pair]) for _ in range(2)] == [[1.0]] * 2
+    assert asked[:2] == [1, 1]
 
 
 def test_m04_strange_text_scores_zero(checker):
