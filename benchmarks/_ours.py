@@ -29,8 +29,7 @@ from groupwise.models.shape import Shape
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards, no_rewards
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.plan import microbatch
-from groupwise.runs.sizing import Load, rank
+from groupwise.runs.plan import Load, microbatch, prepared_weights, process_memory
 from groupwise.training import online
 from groupwise.training.offline import SFT, Objective, train_offline
 from groupwise.training.online import policy_loss, train_online, with_reference
@@ -143,7 +142,7 @@ class Ours:
 
     def planned(self) -> int:
         """Bytes that `--dry-run` predicts for the fullest moment of a step, above what is loaded; lengths are the longest."""
-        work = self.work
+        work, shape = self.work, Shape.of_policy(self.policy)
         load = Load(
             prompts=work.prompts,
             group=work.group,
@@ -151,10 +150,11 @@ class Ours:
             completion_tokens=work.completion,
             budget=positions(work, self.policy),
             rows=work.prompts * work.group,
+            prepared=prepared_weights(shape, cpu=True),
             reference=self.reference is not None,
             recompute=work.checkpointing,
         )
-        return rank(Shape.of_policy(self.policy), load, world=1, sharded="ddp", shards=1, prompts=work.prompts).memory.above
+        return process_memory(shape, load, prompts=work.prompts).above
 
     def _online(self) -> Iterator[Step]:
         work = self.work

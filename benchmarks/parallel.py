@@ -37,9 +37,9 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
 
     from groupwise.config.settings import RolloutSettings
     from groupwise.distributed import comm, fsdp
+    from groupwise.models.shape import Shape
     from groupwise.models.sharded_policy import shard
     from groupwise.runs.build import make_engine
-    from groupwise.runs.plan import Shape
     from groupwise.training.optimizer import Optimizer
 
     torch.set_num_threads(1)
@@ -140,11 +140,17 @@ def micro_batches(step: Any, work: Workload, policy: Any, size: int) -> int:
 
 
 def expected(shape: Any, mode: str, micro: int, size: int) -> float:
-    """Numbers that a process sends in a step with one update, by the formulas of `groupwise.runs.sizing`, all four bytes wide."""
-    from groupwise.runs.sizing import traffic
+    """Numbers that a process sends in a step with one update of `micro` micro-batches, all four bytes wide.
 
-    sent = traffic(shape, sharded=mode, world=size, shards=size)
-    return sum(part.all for part in (sent["micro-batch"].times(micro), sent["update"], sent["whole weights"])) / 4
+    A ring moves (size - 1) / size of a tensor for a gather or a sum that is then divided, twice that for an all-reduce.  Sharded
+    weights are gathered for every micro-batch (`zero3`: the blocks once more, to go back) and once to sample; gradients are
+    reduced as often.
+    """
+    part = (size - 1) / size
+    if mode == "ddp" or size == 1:
+        return 2 * part * shape.parameters
+    again = shape.parameters - shape.outside if mode == "zero3" else 0
+    return part * (micro * (2 * shape.parameters + again) + shape.parameters)
 
 
 class Counter:

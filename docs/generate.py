@@ -27,11 +27,8 @@ from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
 from groupwise.data.packing import divide
 from groupwise.models.probe import DRAWS, LOWER, LOWER_GRADIENT, LOWER_PART
-from groupwise.models.shape import Shape
 from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
-from groupwise.runs.plan import size
-from groupwise.runs.sizing import H100, Load, rank
 from groupwise.training.metric_table import METRICS
 
 DOCS = Path(__file__).parent
@@ -476,55 +473,6 @@ def proof(row: dict[str, Any]) -> list[str]:
 
 # ---------------------------------------------------------------- docs/scaling.md
 
-QWEN = {
-    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
-    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
-    "3B": (2048, 11008, 36, 16, 2, 151936, True),
-    "7B": (3584, 18944, 28, 28, 4, 152064, False),
-    "14B": (5120, 13824, 48, 40, 8, 152064, False),
-    "32B": (5120, 27648, 64, 40, 8, 152064, False),
-    "72B": (8192, 29568, 80, 64, 8, 152064, False),
-}
-"""Width, inner width, blocks, heads, key-value heads, vocabulary, tied head of Qwen2.5's models."""
-TYPICAL = Load(prompts=128, group=16, prompt_tokens=512, completion_tokens=2048, budget=16384, rows=64, recompute=True)
-ROOM = 72 * 2**30
-"""Bytes of an 80 GB device that a plan may fill."""
-
-
-def qwen(name: str) -> Shape:
-    """A model's shape, in bfloat16."""
-    hidden, inner, layers, heads, kv, vocabulary, tied = QWEN[name]
-    width = hidden // heads
-    block = hidden * (heads + 2 * kv) * width + (heads + 2 * kv) * width + heads * width * hidden + 3 * hidden * inner + 2 * hidden
-    config = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads}
-    config |= {"num_key_value_heads": kv, "vocab_size": vocabulary, "tie_word_embeddings": tied}
-    return Shape.of(config, vocabulary * hidden * (1 if tied else 2) + hidden + layers * block, dtype="bfloat16")
-
-
-def sizing_table() -> str:
-    """The fewest H100s that each model trains on, by formula."""
-    lines = [
-        "| model | parameters | processes | `parallel` | training | sampling in the process | rollout | update |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in QWEN:
-        shape = qwen(name)
-        for world in (1, 2, 4, 8, 16, 32, 64, 128):
-            how = {"world": world, "sharded": "zero3" if world > 1 else "ddp", "shards": world}
-            found = rank(shape, TYPICAL, **how, prompts=-(-TYPICAL.prompts // world))
-            never = found.memory.whole + found.memory.cache > ROOM  # however many processes there are
-            if found.memory.training <= ROOM and (never or found.memory.sampling <= ROOM):
-                break
-        fits = found.memory.sampling <= ROOM
-        seconds = {phase: work.seconds(H100, how["shards"], world) for phase, work in found.phases.items()}
-        cells = [
-            f"Qwen2.5 {name}", f"{shape.parameters / 1e9:.2f} billion", str(world), "" if world == 1 else f"`{how['sharded']}`",
-            size(found.memory.training), size(found.memory.sampling) if fits else f"{size(found.memory.sampling)}: too much",
-            f"{seconds['rollout']:.0f} s" if fits else "servers", f"{seconds['update']:.0f} s",
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
 
 def balance_table() -> str:
     """The fullest process's positions over the mean, dealt out by positions and by rows."""
@@ -639,7 +587,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "tree": tree,
     "public": public_table,
     "balance": balance_table,
-    "sizing": sizing_table,
     "parallel": parallel_table,
     "speed": speed_table,
 }

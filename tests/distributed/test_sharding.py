@@ -26,7 +26,7 @@ from groupwise.models.reward_head import make_scorer
 from groupwise.models.shape import Shape
 from groupwise.models.streaming import empty_model
 from groupwise.runs import checkpoint
-from groupwise.runs.sizing import Load, rank, traffic
+from groupwise.runs.plan import Load, Sharding, process_memory
 from groupwise.utils.files import fingerprint
 
 spec = importlib.util.spec_from_file_location("cases_of_sharding", Path(__file__).with_name("cases.py"))
@@ -301,18 +301,21 @@ def test_p34_the_plan_of_memory_and_traffic_is_what_is_counted(size: int, mode: 
     sharding = cases.sharding_of(mode).decided(0, size)
     load = Load(prompts=size, group=1, prompt_tokens=6, completion_tokens=0, budget=100)
     shards = sharding.shards or size
-    planned = rank(shape, load, world=size, sharded=sharding.name, shards=shards, prompts=1).memory
+    planned = process_memory(shape, load, Sharding(world=size, name=sharding.name, shards=shards), prompts=1)
     for one in found:
         assert one["weights"] == pytest.approx(planned.weights, rel=0.02)
         assert one["gradients"] == pytest.approx(planned.gradients, rel=0.02)
         assert one["optimizer"] == pytest.approx(planned.optimizer, rel=0.02)
         assert one["whole"] == (planned.whole or planned.weights)
-        sent = traffic(shape, sharded=sharding.name, world=size, shards=shards)
-        # Weights travel in their own width, gradients in four bytes; what is counted are numbers.
-        narrow = shape.bytes_per_weight
-        weights = max(sent["micro-batch"].copy - (shards - 1) / shards * shape.parameters * 4, 0)
-        update = weights / narrow + (sent["micro-batch"].all + sent["update"].all - weights) / 4
+        # A ring moves (n - 1) / n of a tensor to gather or to reduce it, and twice that for an all-reduce.
+        inside, between = (shards - 1) / shards, (size // shards - 1) / (size // shards)
+        if not sharding.sharded:
+            assert one["update"] == pytest.approx(2 * (size - 1) / size * shape.parameters, rel=0.02)
+            assert one["gathered"] == 0
+            continue
+        again = shape.parameters - shape.outside if sharding.name == "zero3" else 0
+        update = inside * (2 * shape.parameters + again) + 2 * between * shape.parameters / shards
         assert one["update"] == pytest.approx(update, rel=0.02)
-        assert one["gathered"] == pytest.approx(sent["whole weights"].all / narrow, rel=0.02)
+        assert one["gathered"] == pytest.approx(inside * shape.parameters, rel=0.02)
     if sharding.sharded:
         assert sum(one["weights"] for one in found) * shards == planned.whole * size

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from groupwise.cli import commands
 from groupwise.config.recipes import load_recipe
 from groupwise.data.packing import pack
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.records import Batch
-from groupwise.runs.plan import kept_per_block, memory, microbatch
+from groupwise.rollout.native.forward import SpecialisedForward
+from groupwise.runs.plan import Load, Sharding, kept_per_block, memory, microbatch, prepared_weights, process_memory, prompts_of
 from groupwise.runs.prepare import plan_of
 
 
@@ -94,7 +100,177 @@ def test_products_that_a_processor_does_not_have_are_warned_of(
         plan = plan_of(load_recipe(write_recipe(tmp_path, "run", **changes, rewards=[{"function": "accuracy"}])))
         said = [text for label, text in plan if label == "warning"]
         assert len(said) == warned
-        assert all(f"model.dtype {dtype}" in text and "19 times" in text and "set model.dtype=float32" in text for text in said)
+        assert all(f"model.dtype {dtype}" in text and "set model.dtype=float32" in text for text in said)
+
+
+SEVEN = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "tie_word_embeddings": False, "max_position_embeddings": 32768,
+}  # fmt: skip
+
+
+def seven(dtype: str = "bfloat16") -> Shape:
+    return Shape.of(SEVEN, 7_615_616_512, dtype=dtype)
+
+
+def load(**changes: Any) -> Load:
+    known = {"prompts": 128, "group": 16, "prompt_tokens": 512, "completion_tokens": 4096, "budget": 16384, "rows": 256}
+    return Load(**known | {"reference": True} | changes)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_embeddings_and_head_are_counted_outside_of_the_blocks(family: str, tied: bool, tiny_policy: Callable[..., Policy]) -> None:
+    model = tiny_policy(family).model
+    count = sum(parameter.numel() for parameter in model.parameters())
+    outside = count - sum(parameter.numel() for layer in model.model.layers for parameter in layer.parameters())
+    model.config.tie_word_embeddings = tied
+    untied = 0 if tied else model.config.vocab_size * model.config.hidden_size
+    assert Shape.of(model.config.to_dict(), count, dtype="float32").outside == outside + untied
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    alone = process_memory(seven(), load(), prompts=128)
+    assert alone.weights == 2 * 7_615_616_512
+    assert alone.optimizer == 12 * 7_615_616_512
+    peaks = {}
+    for mode in ("zero2", "zero3"):
+        part = process_memory(seven(), load(), Sharding(world=64, name=mode, shards=8), prompts=2)
+        for name in ("weights", "gradients", "optimizer", "reference"):
+            assert getattr(part, name) * 8 == getattr(alone, name)
+        assert part.whole == alone.weights
+        far = process_memory(seven(), load(), Sharding(world=64, name=mode, shards=8, offload=True), prompts=2)
+        assert far.weights == far.gradients == far.optimizer == far.reference == 0
+        assert far.host == sum(getattr(part, name) for name in ("weights", "gradients", "optimizer", "reference"))
+        peaks[mode] = part.peak
+    assert peaks["zero3"] < peaks["zero2"] < alone.peak
+    assert prompts_of(load(), 64) == [("ranks 0-63", 2)]
+    assert prompts_of(load(), 3) == [("ranks 0-1", 43), ("rank 2", 42)]
+
+
+class Made(TorchDispatchMode):
+    """Keeps an eye on every tensor that is made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.seen += [weakref.ref(one) for one in (made if isinstance(made, list | tuple) else [made]) if torch.is_tensor(one)]
+        return made
+
+    def bytes_beside(self, model: torch.nn.Module) -> int:
+        """Of tensors that are still there, where the memory is not the model's."""
+        theirs = {one.untyped_storage()._cdata for one in model.parameters()}
+        storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for ref in self.seen if (one := ref()) is not None}
+        return sum(size for place, size in storages.items() if place not in theirs)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_weights_that_decoding_on_a_gpu_copies_are_those_of_the_plan(
+    family: str, autocast: bool, tiny_policy: Callable[..., Policy]
+) -> None:
+    """A tensor on `meta` takes the way of one on a GPU, and has no memory."""
+    policy = replace(tiny_policy(family, hidden=128), autocast=autocast)
+    policy.model.to("meta")
+    shape = Shape.of_policy(policy)
+    with Made() as made:
+        forward = SpecialisedForward(policy, 8)
+    assert made.bytes_beside(policy.model) == pytest.approx(prepared_weights(shape, cpu=False), rel=0.1)
+    del forward
+
+
+def test_servers_that_sample_take_no_memory_of_the_trainer(write_recipe: Callable, tmp_path: Path) -> None:
+    """Nor do keys and values that they hold.  The plan says that they are not counted."""
+    plans = {}
+    for engine in ("native", "transformers", {"name": "vllm", "servers": ["http://127.0.0.1:8000"]}):
+        recipe = load_recipe(write_recipe(tmp_path, "run", rollout={"engine": engine}, rewards=[{"function": "accuracy"}]))
+        plans[str(engine)] = dict(plan_of(recipe))
+    native, transformers, vllm = plans.values()
+    assert "prepared weights while sampling" in native["memory"] and "keys and values" in native["memory"]
+    assert "prepared weights while sampling" not in transformers["memory"] and "keys and values" in transformers["memory"]
+    assert "prepared weights while sampling" not in vllm["memory"] and "keys and values" not in vllm["memory"]
+    assert "vllm" in vllm["not counted"]
+    assert not {"not counted"} & {*native, *transformers}
+
+
+def test_a_gpu_holds_no_second_copy_of_all_weights() -> None:
+    """Queries, keys and values lie side by side there, and gate and up; the rest is read where it is."""
+    shape = seven()
+    gpu = load(cpu=False, prepared=prepared_weights(shape, cpu=False), reference=False, recompute=True)
+    need = process_memory(shape, gpu, Sharding(world=4, name="zero3", shards=4), prompts=32)
+    assert need.prepared == 28 * 3584 * (36 * 128 + 2 * 18944) * 2
+    assert need.fragmentation == 0
+    assert prepared_weights(shape, cpu=True) == 2 * shape.parameters
+    assert prepared_weights(seven("autocast"), cpu=False) == 2 * shape.parameters
+
+
+@pytest.fixture
+def planned(
+    tiny_policy: Callable[..., Policy], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the command on a recipe whose checkpoint has no weights."""
+    policy = tiny_policy()
+    policy.save(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    tree = {
+        "objective": "grpo", "steps": 3, "runs": str(tmp_path / "runs"), "model": {"path": str(tmp_path / "model")},
+        "data": {"task": "addition", "limit": 300}, "rewards": [{"function": "accuracy"}],
+        "rollout": {"max_new_tokens": 32}, "group": {"prompts_per_step": 100, "group_size": 8, "beta": 0.1},
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN))
+
+    def run(*options: str) -> tuple[int, str]:
+        code = commands.main(["train", str(tmp_path / "recipe.yaml"), *options])
+        found = capsys.readouterr()
+        return code, " ".join((found.out + found.err).split())
+
+    return run
+
+
+def test_a_dry_run_for_64_processes_needs_neither_them_nor_weights(planned: Callable, tmp_path: Path) -> None:
+    other = ("--model-config", str(tmp_path / "config.json"), "model.dtype=bfloat16")
+    code, text = planned("--dry-run", "--world", "64", *other, "parallel={name: zero3, shards: 8}")
+    assert code == 0
+    assert "processes 64, weights, gradients and optimizer state sharded over 8 (zero3), 8 copies" in text
+    assert "ranks 0-35 2 x 8 completions, at most 512 tokens" in text
+    assert "ranks 36-63 1 x 8 completions, at most 256 tokens" in text
+    for part in (
+        "weights 1.8 GiB",
+        "gradients 3.5 GiB",
+        "optimizer 10.6 GiB",
+        "reference 1.8 GiB",
+        "whole weights while sampling 14.2 GiB",
+    ):
+        assert part in text
+    assert not (tmp_path / "runs").exists()
+    code, text = planned("--dry-run", "--nproc", "2")
+    assert code == 0
+    assert "processes 2, all weights on each" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--world", "64"), "--world plans what nobody starts: add --dry-run"),
+        (("--model-config", "x.json"), "--model-config plans what nobody starts: add --dry-run"),
+        (("--dry-run", "--model-config", "nowhere.json"), "no such file 'nowhere.json': give the config.json of a model"),
+        (("--dry-run", "--world", "64", "parallel={name: zero3, shards: 7}"), "parallel.shards is 7, which does not divide the 64"),
+        (("--dry-run", "parallel=zero4"), "parallel.name must be one of auto, ddp, zero2, zero3"),
+        (("--dry-run", "parallel={name: zero3, shard: 7}"), "unknown key 'parallel.shard' (did you mean parallel.shards?)"),
+        (("--dry-run", "parallel={name: zero3, shards: 1}"), "parallel.shards must be a whole number at least 2, or null; got 1"),
+        (("--dry-run", "parallel={name: ddp, shards: 2}"), "shards and offload are for weights that are spread"),
+        (("--dry-run", "parallel={name: zero3, offload: 1}"), "parallel.offload must be true or false; got 1"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options: tuple[str, ...], says: str, planned: Callable) -> None:
+    code, text = planned(*options)
+    assert code == 2
+    assert says in text
 
 
 STEP = """
@@ -108,13 +284,12 @@ from groupwise.models.scratch import scratch_model
 from groupwise.training.online import improve
 from groupwise.algorithms.registry import resolve
 from groupwise.training.optimizer import Optimizer
-from groupwise.runs.plan import microbatch
+from groupwise.runs.plan import Load, microbatch, prepared_weights, process_memory
 from groupwise.models.shape import Shape
 from groupwise.records import Prompt, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.samples import sample_of
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, ScratchSettings
-from groupwise.runs.sizing import Load, rank
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -130,8 +305,10 @@ group = GroupSettings(group_size=8, prompts_per_step=8, dead_groups="exact")
 algorithm, shape = resolve("grpo", group, 64), Shape.of_policy(policy)
 engine, budget = NativeEngine(policy, max_rows=64), microbatch(shape)
 optimizer = Optimizer(model, OptimizerSettings(lr=1e-7), 10)
-load = Load(prompts=8, group=8, prompt_tokens=32, completion_tokens=64, budget=budget, rows=64)
-planned = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=8).memory.above
+load = Load(
+    prompts=8, group=8, prompt_tokens=32, completion_tokens=64, budget=budget, rows=64, prepared=prepared_weights(shape, cpu=True)
+)
+planned = process_memory(shape, load, prompts=8).above
 Path("/proc/self/clear_refs").write_text("5")
 base = _resident()
 for step in range(2):

@@ -14,6 +14,8 @@ class EngineTraits:
     """Samples with the very weights that are trained: unless it is ahead of them, there is nothing to correct."""
     packed: bool = False
     """Computes packed streams only."""
+    prepares: bool = False
+    """Decodes with a copy of the weights that is laid out for it."""
     beside: bool = False
     """Samples while training goes on."""
     takes: tuple[str, ...] = ()
@@ -21,7 +23,7 @@ class EngineTraits:
 
 
 ENGINES: Mapping[str, EngineTraits] = {
-    "native": EngineTraits(own_weights=True, packed=True),
+    "native": EngineTraits(own_weights=True, packed=True, prepares=True),
     "transformers": EngineTraits(own_weights=True),
     "vllm": EngineTraits(beside=True, takes=("servers", "colocated", "dtype")),
 }

@@ -8,15 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from groupwise.config.settings import Recipe
 from groupwise.errors import ConfigError
 from groupwise.models.shape import Shape
 from groupwise.ops.linear_cross_entropy import chunk_rows
-
-if TYPE_CHECKING:
-    pass
 
 Lines = list[tuple[str, str]]
 """Label and text, as printed."""
@@ -25,8 +21,8 @@ LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 12, 163
 """What a micro-batch may keep for its backward pass, in bytes a parameter of the blocks: less than AdamW's training state (16), and
 enough positions for products that run at full speed.  The vocabulary's matrices do not count: more ids keep no more activations."""
 PIECES, PIECES_OF_BLOCKS = 50 << 20, 96 << 20
-"""Freed memory that nothing fits into, and machine code of the products; most of what the prepared weights of the blocks leave of
-it, however large they are: measured on a CPU (`benchmarks/memory.py`)."""
+"""Fragmentation of the heap of a CPU, with the machine code of the products: a constant, and what a model adds at most.  Measured
+(`benchmarks/memory.py`).  Nothing was measured on GPUs, so plans for them leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +45,9 @@ class Memory:
     host: int = 0
     """In the memory of the host instead."""
     prepared: int = 0
-    """Weights in the layout that decoding on a CPU reads fastest, while completions are sampled."""
+    """The native engine's copy of weights in the layout that decoding reads, while completions are sampled."""
     fragmentation: int = 0
-    """Freed memory that nothing fits into (of it what sampling has left behind), and the products' machine code."""
+    """On a CPU: freed memory that nothing fits into (of it what sampling has left behind), and the products' machine code."""
 
     @property
     def held(self) -> int:
@@ -79,6 +75,109 @@ class Memory:
         return self.peak - self.weights - self.reference - self.rewards
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """The work of one step over all processes."""
+
+    prompts: int
+    """Of a data-set objective: rows."""
+    group: int
+    prompt_tokens: int
+    completion_tokens: int
+    """The longest; of a data-set objective all is prompt, and this is 0."""
+    budget: int
+    """Positions of a micro-batch."""
+    rows: int = 0
+    """Completions that this program decodes at a time; 0 where servers sample."""
+    prepared: int = 0
+    """See `prepared_weights`."""
+    cpu: bool = True
+    reference: bool = False
+    recompute: bool = False
+    rewards: int = 0
+    """Bytes of reward models on each process."""
+    adapter: int = 0
+    """Parameters of a low-rank adapter, which then are all that is trained."""
+
+    def positions(self, prompts: int) -> int:
+        """Packed positions of so many prompts and their completions; a prompt counts once."""
+        return prompts * (self.prompt_tokens + self.group * self.completion_tokens)
+
+    def fullest(self, prompts: int) -> int:
+        """Positions of the largest micro-batch for so many prompts: whole groups, evenly dealt out, where a group fits."""
+        group, every = self.positions(1), self.positions(prompts)
+        if group > self.budget or every <= self.budget:
+            return min(self.budget, every)
+        batches = -(-prompts // (self.budget // group))
+        return -(-prompts // batches) * group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How many processes there are, and how they share the weights."""
+
+    world: int = 1
+    name: str = "ddp"
+    """`ddp`, `zero2` or `zero3`."""
+    shards: int = 1
+    """Processes that share a copy of the weights."""
+    offload: bool = False
+
+
+ALONE = Sharding()
+
+
+def process_memory(shape: Shape, load: Load, sharding: Sharding = ALONE, *, prompts: int) -> Memory:
+    """Bytes of one process that samples for `prompts` of a step's prompts.  The update is dealt out evenly, by positions."""
+    samples = load.rows > 0
+    found = memory(
+        shape,
+        microbatch=load.fullest(-(-load.prompts // sharding.world)),
+        rows=min(load.rows, prompts * load.group),
+        prompts=prompts if samples else 0,
+        prompt_tokens=load.prompt_tokens,
+        completion_tokens=load.completion_tokens,
+        reference=load.reference,
+        recompute=load.recompute,
+        rewards=load.rewards,
+        adapter=load.adapter,
+        prepared=load.prepared if samples else 0,
+        cpu=load.cpu,
+    )
+    if sharding.name == "ddp":
+        return found
+    width = shape.bytes_per_weight
+    # While it trains: embedding, last norm and head, and the blocks that are gathered (the one at work and the next).
+    block = (shape.parameters - shape.outside) // shape.layers
+    kept = shape.outside + (2 * block if sharding.name == "zero3" else shape.parameters - shape.outside)
+    parts = {name: -(-getattr(found, name) // sharding.shards) for name in ("weights", "gradients", "optimizer", "reference")}
+    host = sum(parts.values()) if sharding.offload else 0
+    if sharding.offload:
+        parts = dict.fromkeys(parts, 0)
+    return replace(
+        found,
+        **parts,
+        # A block's (or the root's) gradient is whole before it is summed.
+        gathered=kept * width + max(block, shape.outside) * 4,
+        whole=shape.parameters * width if samples or not load.completion_tokens else 0,
+        host=host,
+    )
+
+
+def prepared_weights(shape: Shape, *, cpu: bool) -> int:
+    """Bytes of the weights that the native engine lays out anew for decoding (`ops.decoding.product`).
+
+    On a CPU all of them.  On a GPU queries, keys and values lie side by side, and gate and up; other weights are read where they
+    are, unless products run in another type.  GPT-2's matrices lie transposed, and all of its blocks are copied.
+    """
+    if cpu or shape.bytes_per_weight != shape.bytes_per_product:
+        return shape.parameters * shape.bytes_per_product
+    if not shape.gated:
+        return (shape.parameters - shape.outside) * shape.bytes_per_product
+    joined = (shape.heads + 2 * shape.kv_heads) * shape.head_width + 2 * shape.intermediate
+    return shape.layers * shape.hidden * joined * shape.bytes_per_product
+
+
 def memory(
     shape: Shape,
     *,
@@ -92,6 +191,8 @@ def memory(
     trained_share: float = 1.0,
     rewards: int = 0,
     adapter: int = 0,
+    prepared: int = 0,
+    cpu: bool = True,
 ) -> Memory:
     """Bytes of a step.
 
@@ -100,6 +201,7 @@ def memory(
     recompute: gradient checkpointing.   trained_share: part of the positions that get logits.
     rewards: what reward models take (`scoring_memory`).
     adapter: parameters of a low-rank adapter, which then are all that is trained; the weights under it are the reference too.
+    prepared: bytes of weights that are laid out anew for decoding (`prepared_weights`).
     """
     trained = adapter or shape.parameters
     lower = shape.bytes_per_weight == 2
@@ -119,7 +221,7 @@ def memory(
     cast = shape.parameters * shape.bytes_per_product if shape.bytes_per_product != shape.bytes_per_weight else 0
     drawn = min(rows, chunk_rows(shape.vocabulary, 4))
     keys = 2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
-    blocks = (shape.parameters - shape.outside) * shape.bytes_per_product if rows else 0
+    blocks = (shape.parameters - shape.outside) * shape.bytes_per_product if prepared else 0
     return Memory(
         weights=(shape.parameters + adapter) * shape.bytes_per_weight,
         gradients=trained * 4,
@@ -128,9 +230,9 @@ def memory(
         activations=microbatch * kept + max(microbatch * working, head) + again + cast,
         cache=keys + drawn * shape.vocabulary * 4 * 3,
         rewards=rewards,
-        prepared=shape.parameters * shape.bytes_per_product if rows else 0,
+        prepared=prepared,
         # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have had pages of their own.
-        fragmentation=PIECES + keys + min(blocks, PIECES_OF_BLOCKS),
+        fragmentation=PIECES + keys + min(blocks, PIECES_OF_BLOCKS) if cpu else 0,
     )
 
 
@@ -176,9 +278,36 @@ def memory_lines(need: Memory) -> Lines:
     parts += [("whole weights while sampling", need.whole)] if need.whole else []
     parts += [("prepared weights while sampling", need.prepared)] if need.prepared else []
     parts += [("keys and values", need.cache)] if need.cache else []
-    parts += [("allocator fragmentation", need.fragmentation)]
+    parts += [("allocator fragmentation", need.fragmentation)] if need.fragmentation else []
     parts += [("in host memory", need.host)] if need.host else []
     return [("memory", f"about {size(need.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
+
+
+def process_lines(shape: Shape, load: Load, sharding: Sharding) -> Lines:
+    """What each of several processes holds and does, as it is printed."""
+    world, copies = sharding.world, sharding.world // sharding.shards
+    if sharding.name == "ddp":
+        held = "all weights on each"
+    else:
+        held = f"weights, gradients and optimizer state sharded over {sharding.shards} ({sharding.name})"
+        held += f", {copies} copies" if copies > 1 else ""
+        held += ", in host memory" if sharding.offload else ""
+    lines = [("processes", f"{world}, {held}; gradients are summed")]
+    positions = -(-load.positions(load.prompts) // world)
+    training = f"{positions:,} positions to train in {-(-positions // load.budget)} micro-batches"
+    for name, prompts in prompts_of(load, world):
+        sampled = prompts * load.group * load.completion_tokens
+        what = f"{prompts} x {load.group} completions, at most {sampled:,} tokens; " if load.completion_tokens else ""
+        lines.append((name, what + training))
+        lines += memory_lines(process_memory(shape, load, sharding, prompts=prompts))
+    return lines
+
+
+def prompts_of(load: Load, world: int) -> list[tuple[str, int]]:
+    """Ranks that get the same number of prompts, as text, and that number."""
+    less, more = divmod(load.prompts, world)
+    groups = [group for group in ((0, more, less + 1), (more, world, less)) if group[1] > group[0]]
+    return [(f"rank {begin}" if end - begin == 1 else f"ranks {begin}-{end - 1}", count) for begin, end, count in groups]
 
 
 def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0, left_out: str = "") -> Lines:
@@ -243,11 +372,10 @@ def size(count: float) -> str:
     >>> size(3_500_000_000), size(12_000)
     ('3.3 GiB', '11.7 KiB')
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = 1 if count < 1 << 20 else 2 if count < 1 << 30 else 3
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def longest(lengths: Sequence[int]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -196,15 +195,3 @@ def weightless(blueprint: Blueprint) -> PreTrainedModel:
             return language_class(config).from_config(config)
     except (ValueError, *UNBUILDABLE) as error:
         raise unbuildable(blueprint.config.get("_name_or_path", ""), error) from error
-
-
-def read_config(path: str | Path | None) -> dict[str, Any] | None:
-    """A model's `config.json` as a dictionary; None of None.  Raises ConfigError if it is none."""
-    if path is None:
-        return None
-    if not Path(path).exists():
-        raise ConfigError(f"--model-config: no such file {str(path)!r}: give the config.json of a model")
-    try:
-        return AutoConfig.from_pretrained(path).to_dict()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model-config: {str(path)!r} is no config.json of a model: {str(error).splitlines()[0]}") from error

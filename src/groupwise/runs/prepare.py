@@ -42,9 +42,20 @@ from groupwise.rewards.registry import MAKERS
 from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.runs.environments import furnished, make_source, make_world, tools_of, with_own_reward, world_lines
-from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
+from groupwise.runs.plan import (
+    Lines,
+    Load,
+    Sharding,
+    fitted,
+    memory_lines,
+    offline_plan,
+    online_plan,
+    prepared_weights,
+    process_lines,
+    process_memory,
+    scoring_memory,
+)
 from groupwise.runs.policies import largest_model, parameter_count, weightless
-from groupwise.runs.sizing import H100, Load, rank, rank_lines
 from groupwise.training.objectives import OBJECTIVES
 
 
@@ -63,9 +74,10 @@ def plan_of(
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     recipe = fitted(recipe, shape_of(recipe, blueprint))
     prepared = Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world)
-    for close in prepared.closing:
-        close()
-    return prepared.plan
+    with ExitStack() as stack:
+        for close in prepared.closing:
+            stack.callback(close)
+        return prepared.plan
 
 
 def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
@@ -183,22 +195,23 @@ class Prepared:
         assert algorithm is not None
         assert prompts is not None
         lines.insert(0, ("algorithm", algorithm_line(algorithm)))
-        group = recipe.group
+        group, shape, cpu = recipe.group, shape_of(recipe, blueprint), resolve_device(recipe.model).type == "cpu"
+        engine = engine_traits(recipe.rollout.engine.name)
         load = Load(
             prompts=group.prompts_per_step,
             group=group.group_size,
             prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
             completion_tokens=recipe.rollout.max_new_tokens,
             budget=positions_of(recipe),
-            rows=recipe.rollout.max_rows,
-            passes=group.updates_per_rollout,
-            minibatches=group.minibatches,
+            rows=recipe.rollout.max_rows if engine.own_weights else 0,
+            prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
+            cpu=cpu,
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
             rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers))
             + critic_memory(recipe, algorithm)
-            + teacher_memory(recipe, algorithm, shape_of(recipe, blueprint)),
+            + teacher_memory(recipe, algorithm, shape),
         )
         held = [*adapter_lines(recipe, blueprint), *precision_lines(recipe), *dropout_lines(recipe, blueprint)]
         held += _held(recipe, blueprint, load, world)
@@ -246,6 +259,7 @@ class Prepared:
             prompt_tokens=math.ceil(tokens * 1.2),  # a row that is longer than the mean
             completion_tokens=0,
             budget=positions_of(recipe),
+            cpu=resolve_device(recipe.model).type == "cpu",
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
         )
@@ -301,25 +315,21 @@ def _judges(rewards: Rewards) -> Lines:
 
 
 def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
-    """What the process, or each of several, holds and does in a step; where `world` is only planned, also how long that takes."""
+    """What the process, or each of several, holds and does in a step."""
     shape = shape_of(recipe, blueprint)
     count = comm.world().size if world is None else world
-    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
+    found = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
     if count == 1:
-        found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
-        lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
-        if resolve_device(recipe.model).type == "cpu" and (reason := absence()):
+        need = process_memory(shape, load, prompts=load.prompts)
+        lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(need)]
+        if load.cpu and (reason := absence()):
             lines.append(("kernels", f"torch's own, more slowly: {reason}"))
-        return lines
-    return rank_lines(
-        shape,
-        load,
-        world=count,
-        sharded=sharding.name,
-        shards=sharding.shards or count,
-        offload=sharding.offload,
-        device=None if world is None else H100,
-    )
+    else:
+        sharding = Sharding(world=count, name=found.name, shards=found.shards or count, offload=found.offload)
+        lines = process_lines(shape, load, sharding)
+    if load.completion_tokens and not load.rows:
+        lines.append(("not counted", f"what {recipe.rollout.engine.name} takes to sample, on this device or another"))
+    return lines
 
 
 def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Shape, int]]:
@@ -398,7 +408,7 @@ def precision_lines(recipe: Recipe) -> Lines:
     old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
     if not (lower and old and device.type == "cpu"):
         return []
-    cost = "an update takes about 19 times as long as in float32 (12.8 s for 0.68 s at 3 million parameters)"
+    cost = "an update takes many times as long as in float32"
     return [("warning", f"model.dtype {recipe.model.dtype}: this processor has no AVX-512, and {cost}: set model.dtype=float32")]
 
 

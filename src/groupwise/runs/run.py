@@ -38,7 +38,6 @@ from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, fini
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
 from groupwise.runs.plan import Lines
-from groupwise.runs.policies import read_config
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import Progress, make_console, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
@@ -445,7 +444,7 @@ def train_recipe(
     quiet: bool = False,
     timeout: float = comm.TIMEOUT,
     world: int | None = None,
-    model_config: str | Path | None = None,
+    model_config: Mapping[str, Any] | None = None,
     console: Console | None = None,
     report: Callable[[Path], object] | None = None,
 ) -> int:
@@ -453,7 +452,7 @@ def train_recipe(
 
     dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
     accept_changes: see `train`.
-    world, model_config: of a dry run, so many processes and another model's `config.json`.
+    world, model_config: of a dry run, so many processes and the configuration of another model (see `plan_of`).
     report: called with the folder of every stage that has finished; if it fails, that is said and nothing else.
     """
     stages = load_stages(path, overrides)
@@ -466,7 +465,7 @@ def train_recipe(
         title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
         if dry_run:
             with with_lines(path, overrides, name), Progress(recipe.steps or 1, title, console=console) as progress:
-                progress.plan(_plan_from_beginning(recipe, stages, world, read_config(model_config)))
+                progress.plan(_plan_from_beginning(recipe, stages, world, model_config))
             continue
         folder, step, more = comm.from_first(lambda recipe=recipe: _standing(recipe))
         if step is not None:

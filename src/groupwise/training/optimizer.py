@@ -79,7 +79,7 @@ class Optimizer:
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
-            fused=all(m.is_floating_point() for m in self.masters),
+            fused=True,
         )
         self.taken = 0
         """Optimizer steps taken or skipped."""

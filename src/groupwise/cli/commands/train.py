@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
@@ -24,7 +24,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     typed.recipe(command)
     command.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    planned = "with --dry-run: plan for so many processes, what each holds, computes and sends"
+    planned = "with --dry-run: plan for so many processes, what each holds"
     command.add_argument("--world", type=typed.positive, metavar="N", help=planned)
     command.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json instead")
     command.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
@@ -66,9 +66,21 @@ def run(given: argparse.Namespace) -> int:
         quiet=given.quiet,
         timeout=given.timeout,
         world=given.world or (given.nproc if given.nproc > 1 else None),
-        model_config=given.model_config,
+        model_config=None if given.model_config is None else read_model_config(given.model_config),
         report=report,
     )
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """A model's `config.json` as a dictionary.  Raises ConfigError if it is none."""
+    from transformers import AutoConfig
+
+    if not Path(path).exists():
+        raise ConfigError(f"--model-config: no such file {path!r}: give the config.json of a model")
+    try:
+        return AutoConfig.from_pretrained(path).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model-config: {path!r} is no config.json of a model: {str(error).splitlines()[0]}") from error
 
 
 def report(folder: Path) -> None:
