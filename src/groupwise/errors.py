@@ -25,8 +25,11 @@ class GroupwiseError(Exception):
     exit_code = 1
     everywhere = False
     """True of one that all processes of a run raise at the same point: they can still do things together."""
-    key = ""
-    """The dotted key of the recipe that is at fault, where that is known; whoever has the recipe's file adds the line."""
+
+    def __init__(self, message: str = "", *, key: str = "") -> None:
+        """key: the dotted key of the recipe that is at fault, where that is known; whoever has the recipe's file adds the line."""
+        super().__init__(message)
+        self.key = key
 
 
 class ConfigError(GroupwiseError):

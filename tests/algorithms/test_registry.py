@@ -248,7 +248,7 @@ def test_a_recipe_names_a_function_of_ones_own(monkeypatch):
     assert options(chosen.surrogate) == {"width": 0.25}
     assert resolve("grpo", GroupSettings(surrogate="my_losses:squared_trust"), 64).surrogate is squared_trust
     for wrong, message in (
-        ("my_losses:square", "cannot import"),
+        ("my_losses:square", "my_losses has no 'square'"),
         ("no_such_module:f", "cannot import"),
         ({"name": "my_losses:squared_trust", "widht": 1}, "did you mean 'width'"),
     ):

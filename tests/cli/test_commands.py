@@ -236,6 +236,8 @@ def test_eval_passes_everything_on(calls: list, capsys: pytest.CaptureFixture[st
     [
         ["eval"],
         ["eval", "x", "--task", "a", "--k", "0"],
+        ["view", "x", "--port", "99999"],
+        ["serve", "x", "--port", "99999"],
         ["nosuch"],
         [],
     ],

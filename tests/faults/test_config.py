@@ -170,6 +170,102 @@ def test_k4c_what_data_and_functions_show_stands_in_one_list(
     assert not Path("runs/r").exists()
 
 
+OWN_CODE = """\
+import functools
+import numpy as np
+
+def rank(groups):
+    return [[np.zeros(len(one)) for one in group.rollouts] for group in groups]
+
+def scaled(groups, *, scale: float = 1.0):
+    return [[np.full(len(one), scale) for one in group.rollouts] for group in groups]
+
+class Credit:
+    def __call__(self, groups, *, scale: float = 1.0):
+        return scaled(groups, scale=scale)
+
+INSTANCE, PARTIAL = Credit(), functools.partial(scaled, scale=2.0)
+
+def wordy(group):
+    return "yes"
+
+class NoRows:
+    def prompts(self, n, seed):
+        return [["1+1="]] * n
+    def held_out(self, n):
+        return []
+
+class Raises:
+    def prompts(self, n, seed):
+        return 1 // 0
+
+def nothing(*_, **__):
+    return None
+
+def breaks(policy, max_rows, keep_special_tokens):
+    return {}["weights"]
+NUMBER = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"data": {"task": "mine.py:NUMBER"}}, "data.task: mine.py has no function 'NUMBER'"),
+        ({"data": {"task": "mine.py:nothing"}}, "the task 'mine.py:nothing' is an object of NoneType without held_out"),
+        ({"data": {"task": "mine.py:NoRows"}}, "the task 'mine.py:NoRows': prompts gave a list: ['1+1=']: a row is a mapping"),
+        ({"data": {"task": "mine.py:Raises", "eval_limit": None}}, "'mine.py:Raises' is an object of Raises without held_out"),
+        ({"rollout": {"engine": "mine.py:nothing"}}, "rollout.engine mine.py:nothing is an object of NoneType without generate"),
+        ({"rollout": {"engine": "mine.py:breaks"}}, "rollout.engine mine.py:breaks raised KeyError: 'weights' ("),
+        ({"rollout": {"engine": "mine.py:NUMBER"}}, "rollout.engine: mine.py has no function 'NUMBER'"),
+        ({"group": {"ratio": "mine.py:NUMBER"}}, "group.ratio: 'mine.py:NUMBER' is not a function but int"),
+        (
+            {"group": {"dead_groups": "refill", "filter": "mine.py:wordy"}},
+            "group.filter: wordy returned 'yes' (a str) for a group: it must return True or False",
+        ),
+    ],
+)
+@pytest.mark.fault(
+    "K4e", "a task, engine, ratio or filter of one's own that is none", "ConfigError: what it is, and what it must be"
+)
+def test_code_of_ones_own_that_does_not_fit_is_refused(changes: dict, says: str, recipe: Callable) -> None:
+    Path("mine.py").write_text(OWN_CODE)
+    with pytest.raises(ConfigError) as caught:
+        list(train(load_recipe(recipe("r", **changes))))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("credit", ["mine.py:rank", "mine.py:INSTANCE", "mine.py:PARTIAL", "{name: mine.py:INSTANCE, scale: 2}"])
+def test_a_part_is_a_function_of_a_file_an_instance_or_a_partial(credit: str, recipe: Callable) -> None:
+    Path("mine.py").write_text(OWN_CODE)
+    path = recipe("r", steps=1, group={"credit": yaml.safe_load(credit)})
+    (step,) = train(load_recipe(path))
+    assert step.number == 1
+    assert main(["train", str(path), "--dry-run"]) == 0
+
+
+def test_a_mistake_in_a_part_stands_where_the_part_stands(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(OWN_CODE)
+    path = recipe("r", group={"credit": {"name": "mine.py:scaled", "scael": 2}})
+    line = next(number for number, text in enumerate(path.read_text().splitlines(), 1) if "scael" in text)
+    name, value = "group.credit=mine.py:rnak", "group.credit={name: mine.py:scaled, scale: x}"
+    for arguments, where in [
+        ([], f"{path}:{line}: group.credit: scael"),
+        ([name], f"override {name}: group.credit: mine.py has no 'rnak'; did you mean 'rank'?"),
+        ([value], f"override {value}: group.credit: scale"),
+    ]:
+        assert main(["train", str(path), *arguments, "--dry-run"]) == 2
+        assert where in capsys.readouterr().err
+
+
+def test_a_presets_own_refill_takes_a_filter(recipe: Callable) -> None:
+    Path("mine.py").write_text(OWN_CODE)
+    filtered = {"group": {"filter": "mine.py:wordy"}}
+    assert main(["train", str(recipe("dapo", objective="dapo", **filtered)), "--dry-run"]) == 0
+    with pytest.raises(ConfigError, match="only dead_groups: refill replaces any"):
+        next(iter(train(load_recipe(recipe("grpo", **filtered)))))
+
+
 def test_one_mistake_in_data_has_its_line(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     Path("none.jsonl").touch()
     path = recipe("r", data={"path": "none.jsonl", "task": None}, rewards=[{"function": "exact"}])

@@ -77,7 +77,7 @@ def test_a_filter_decides_which_groups_are_replaced(recipe: Callable) -> None:
     ("changes", "said"),
     [
         ({"objective": "PARTS:NOT_ONE"}, "is not an Algorithm but dict"),
-        ({"objective": "PARTS:MISSING"}, "objective: cannot import"),
+        ({"objective": "PARTS:MISSING"}, "has no 'MISSING'; there are: not_the_first, surrogate"),
         ({"group": {"filter": "PARTS:not_the_first"}}, "only dead_groups: refill replaces any: set group.dead_groups: refill"),
         ({"group": {"dead_groups": "refill", "filter": "solved"}}, "group.filter: must be module:function; got 'solved'"),
     ],

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from groupwise.config.schema import lookup
 from groupwise.errors import DataError
 from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
@@ -422,6 +423,10 @@ def test_clip_of_knows_every_objective_with_the_clipped_surrogate() -> None:
         if getattr(row.surrogate, "func", row.surrogate) is losses.clipped and row.ratio is losses.token and row.divergence is None
     }
     assert clipped == groups.CLIPPED
+
+
+def test_what_a_replay_in_the_viewer_may_change_are_settings() -> None:
+    assert [key for key in replays.SINGLE if lookup(key) is None] == []
 
 
 def test_a_run_of_another_surrogate_has_no_gradient_until_it_is_replayed(made: Any, tmp_path: Path) -> None:

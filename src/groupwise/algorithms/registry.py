@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_type_hints
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -137,7 +139,11 @@ class Algorithm:
         (a KL in the reward, values), the sum does.  `keeps`, where there is one, decides alone.
         """
         if self.keeps is not None:
-            return bool(self.keeps(group))
+            verdict = self.keeps(group)
+            if not isinstance(verdict, bool | np.bool_):
+                got = f"{reprlib.repr(verdict)} (a {type(verdict).__name__})"
+                raise ConfigError(f"group.filter: {describe(self.keeps)} returned {got} for a group: it must return True or False")
+            return bool(verdict)
         if not self.needs_reward:
             return True
         if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
@@ -436,7 +442,7 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
     if ":" in objective:
         row = imported("objective", objective)
         if not isinstance(row, Algorithm):
-            raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}")
+            raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}", key="objective")
     elif objective not in ALGORITHMS:
         near = _closest(objective, ALGORITHMS)
         raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
@@ -469,24 +475,33 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
     if beta > 0.0 and row.kl_place == "reward" and "beta" not in options(chosen.credit):
         raise ConfigError(
             f"group.beta: {objective!r} subtracts the KL from the reward, which the credit {describe(chosen.credit)} cannot do; "
-            "use beta: 0, or objective: grpo with this credit"
+            "use beta: 0, or objective: grpo with this credit",
+            key="group.beta",
         )
     known = _KLS_IN_REWARD if "kl" in options(chosen.credit) else ("k1",)
     if row.kl_place == "reward" and group.kl not in (None, *known):
         raise ConfigError(
             f"group.kl: {objective!r} takes the KL from the reward, as {' or '.join(known)}, so it cannot be {group.kl!r}; "
-            f"for a KL in the loss use objective: grpo with group.credit: {_function(row.credit).__name__}"
+            f"for a KL in the loss use objective: grpo with group.credit: {_name(row.credit)}",
+            key="group.kl",
         )
     own = losses.OWN_RATIO.get(_function(chosen.surrogate))
     if own is not None and group.ratio is not None and _function(chosen.ratio) is not own:
         raise ConfigError(
             f"group.ratio: the surrogate {describe(chosen.surrogate)} does not use a ratio level, so {group.ratio!r} would change "
-            "nothing; leave it out, or use the surrogate clipped, cispo or sapo"
+            "nothing; leave it out, or use the surrogate clipped, cispo or sapo",
+            key="group.ratio",
         )
     if credit.compares_siblings(chosen.credit) and group.group_size < 2:
         raise ConfigError(
             f"group.group_size must be at least 2 for {objective!r} (the advantages of {describe(chosen.credit)} compare "
-            f"siblings), got {group.group_size}"
+            f"siblings), got {group.group_size}",
+            key="group.group_size",
+        )
+    if group.filter is not None and chosen.dead_groups != "refill":
+        raise ConfigError(
+            "group.filter says which groups are replaced, and only dead_groups: refill replaces any: set group.dead_groups: refill",
+            key="group.filter",
         )
     return chosen
 
@@ -514,29 +529,37 @@ def options(part: Callable) -> dict[str, Any]:
 def describe(part: Callable) -> str:
     """A part as one would write it, without what is off: `clipped(low=0.2, high=0.28)`."""
     settings = ", ".join(f"{name}={value}" for name, value in options(part).items() if value is not None)
-    return f"{_function(part).__name__}({settings})" if settings else _function(part).__name__
+    return f"{_name(part)}({settings})" if settings else _name(part)
 
 
 def _part(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str, Any] | None = None) -> Callable:
     """The function that a recipe's part names, with its keywords bound and checked; `supplied` come from other settings."""
+    try:
+        return _bound(kind, part, preset, supplied or {})
+    except ConfigError as error:
+        error.key = error.key or f"group.{kind}"
+        raise
+
+
+def _bound(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str, Any]) -> Callable:
+    key = f"group.{kind}"
     keywords = {"name": part} if isinstance(part, str) else dict(part or {})
-    if "name" in keywords:
-        function = _find(kind, keywords.pop("name"))
-    else:  # keywords alone change the preset's own function
-        function = _function(preset)
-        keywords = (preset.keywords if isinstance(preset, partial) else {}) | keywords
+    function = _find(kind, keywords.pop("name")) if "name" in keywords else preset
+    bound = function.keywords if isinstance(function, partial) else {}
+    function, keywords = _function(function), bound | keywords
     parameters = _parameters(function)
-    for name, value in (supplied or {}).items():
+    for name, value in supplied.items():
         if name in keywords.keys() & _SET_APART:
-            raise ConfigError(f"group.{kind}: {name} is a setting of its own, group.{name}; got {keywords[name]!r} here")
+            raise ConfigError(f"{key}: {name} is a setting of its own, group.{name}; got {keywords[name]!r} here")
         if name in parameters:
             keywords.setdefault(name, value)
-    hints = get_type_hints(function, include_extras=True)
+    # An object that can be called has its hints at its class.
+    hints = get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
     for name, value in keywords.items():
-        keywords[name] = _checked(f"group.{kind}: {name} of {function.__name__}", value, name, parameters, hints)
+        keywords[name] = _checked(key, function, value, name, parameters, hints)
     missing = [n for n, p in parameters.items() if p.default is p.empty and n not in keywords]
     if missing:
-        raise ConfigError(f"group.{kind}: {function.__name__} needs a value for {', '.join(missing)}")
+        raise ConfigError(f"{key}: {_name(function)} needs a value for {', '.join(missing)}")
     return partial(function, **keywords) if keywords else function
 
 
@@ -544,32 +567,46 @@ _SET_APART = {"beta", "kl"}
 """Keywords of parts that are settings of their own."""
 
 
-def _checked(label: str, value: Any, name: str, parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> Any:
+def _checked(
+    key: str,
+    function: Callable,
+    value: Any,
+    name: str,
+    parameters: Mapping[str, inspect.Parameter],
+    hints: Mapping[str, Any],
+) -> Any:
+    label = f"{key}: {name} of {_name(function)}"
     if name not in parameters:
         allowed = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
-        raise ConfigError(f"{label}: there is no such keyword ({allowed}){_closest(name, parameters)}")
+        raise ConfigError(f"{label}: there is no such keyword ({allowed}){_closest(name, parameters)}", key=f"{key}.{name}")
     if name not in hints:
         return value
     try:
         return TypeAdapter(hints[name]).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{label}: {error.errors()[0]['msg'].lower()}, got {value!r}") from None
+        raise ConfigError(f"{label}: {error.errors()[0]['msg'].lower()}, got {value!r}", key=f"{key}.{name}") from None
 
 
 def _find(kind: str, name: Any) -> Callable:
+    key = f"group.{kind}"
     if name in PARTS[kind]:
         return PARTS[kind][name]
     if ":" not in str(name):
         known = f"it is one of {', '.join(PARTS[kind])}, or module:function" if PARTS[kind] else "it is module:function"
-        raise ConfigError(f"group.{kind}: there is no {name!r}{_closest(str(name), PARTS[kind])}; {known} for one of your own")
-    function = imported(f"group.{kind}", str(name))
+        raise ConfigError(f"{key}: there is no {name!r}{_closest(str(name), PARTS[kind])}; {known} for one of your own")
+    function = imported(key, str(name))
     if not callable(function):
-        raise ConfigError(f"group.{kind}: {name!r} is not a function but {type(function).__name__}")
+        raise ConfigError(f"{key}: {name!r} is not a function but {type(function).__name__}")
     return function
 
 
 def _function(part: Callable) -> Callable:
     return part.func if isinstance(part, partial) else part
+
+
+def _name(part: Callable) -> str:
+    function = _function(part)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _parameters(part: Callable) -> dict[str, inspect.Parameter]:

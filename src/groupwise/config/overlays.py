@@ -87,18 +87,27 @@ def stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], pro
 
 
 def in_full(node: Node, key: str = "") -> Node:
-    """The tree of `key` (dotted; "": of a recipe) with `{name: ...}` for each section that is said by its name alone, and with
-    `{function: ...}` for each reward that is."""
-    setting = schema.settings_table().get(key)
-    if key == "rewards" and isinstance(node.value, str | list):
-        entries = [node] if isinstance(node.value, str) else node.value
-        named = [Node({"function": one}, one.where) if isinstance(one.value, str) else one for one in entries]
-        return Node(named, node.where)
-    if setting is not None and setting.section in BY_NAME and isinstance(node.value, str):
+    """The tree of `key` (dotted; "": of a recipe) in its longest form.
+
+    A section or a reward that is its name alone becomes `{name: ...}` or `{function: ...}`; a number where the setting is a text
+    (`name: 007`) becomes the text as it is written.
+    """
+    setting, value = schema.settings_table().get(schema.normal(key)), node.value
+    if key == "rewards" and isinstance(value, str | list):
+        entries = [node] if isinstance(value, str) else value
+        return Node([in_full(one, f"{key}.{place}") for place, one in enumerate(entries)], node.where)
+    if schema.normal(key) == "rewards.N" and isinstance(value, str):
+        return Node({"function": node}, node.where)
+    if setting is not None and setting.section in BY_NAME and isinstance(value, str):
         return Node({"name": node}, node.where)
-    if isinstance(node.value, dict) and (not key or (setting is not None and setting.section is not None)):
-        return Node({name: in_full(inner, f"{key}.{name}".lstrip(".")) for name, inner in node.value.items()}, node.where)
+    if isinstance(value, dict) and (not key or schema.normal(key) == "rewards.N" or (setting is not None and setting.section)):
+        return Node({name: in_full(inner, f"{key}.{name}".lstrip(".")) for name, inner in value.items()}, node.where)
+    if setting is not None and setting.expected in TEXTS and type(value) in (int, float) and node.text:
+        return Node(node.text, node.where)
     return node
+
+
+TEXTS = ("text", "text, or null")
 
 
 def overlaid(base: Node, overlay: Node, prefix: str = "") -> Node:
@@ -155,6 +164,8 @@ def _set(tree: Node, path: tuple[str, ...], node: Node, problems: list[Problem],
         last, prefix = depth == len(path) - 1, ".".join(path[:depth])
         if here.value is None:
             here.value = {}
+        if isinstance(here.value, str) and (setting := schema.lookup(prefix)) and "`name`" in setting.expected:
+            here.value = {"name": Node(here.value, here.where)}  # a function by its name, which gets a keyword
         if isinstance(here.value, dict):
             if node.value is not None:
                 _take_away(here, Node({key: node}, node.where), f"{prefix}." if prefix else "")
@@ -164,7 +175,7 @@ def _set(tree: Node, path: tuple[str, ...], node: Node, problems: list[Problem],
             here = here.value.setdefault(key, Node({}, node.where))
         elif isinstance(here.value, list) and key.isdigit() and int(key) < len(here.value):
             if last:
-                here.value[int(key)] = node.copy()
+                here.value[int(key)] = in_full(node.copy(), dotted)
                 return
             here = here.value[int(key)]
         elif isinstance(here.value, list):

@@ -45,7 +45,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises ConfigError with every mistake at once, also if the recipe holds several stages.
     """
     recipes = load_stages(path, overrides)
-    if _is_staged(recipes):
+    if len(recipes) > 1:
         raise ConfigError(f"{path} holds the stages {', '.join(recipes)}, where a recipe with one run is needed")
     return next(iter(recipes.values()))
 
@@ -221,10 +221,6 @@ def parse_recorded(text: str, name: str, overrides: Sequence[str] = ()) -> Recip
     return recipe
 
 
-def _is_staged(recipes: Mapping[str, Recipe]) -> bool:
-    return any(recipe.name.endswith(f"/{stage}") for stage, recipe in recipes.items())
-
-
 def _refuse(name: str, problems: Sequence[Problem]) -> None:
     raise ConfigError(_listed(name, problems))
 
@@ -311,7 +307,8 @@ def _build(tree: Node, earlier: tuple[str, ...], stage: str | None) -> tuple[Rec
             if key not in wrong_keys:
                 wrong_keys.add(key)
                 found = tree.find(path)
-                problems.append(Problem(found.where, _message(key, kind, found.plain() if kind == "missing" else value)))
+                value = found.plain() if kind == "missing" else value
+                problems.append(Problem(found.where, _message(key, kind, value, found.text)))
             _prune(pruned, path, missing=kind == "missing")
         assert recipe is not None or pruned.plain() != before, f"cannot take out {errors}"
     for keys, message in validate_recipe(recipe, earlier):
@@ -369,8 +366,8 @@ def _where(tree: Node, keys: Sequence[str]) -> str:
     return tree.find(paths[0]).where
 
 
-def _message(key: str, kind: str, value: Any) -> str:
-    """One line about a value that pydantic refused."""
+def _message(key: str, kind: str, value: Any, text: str = "") -> str:
+    """One line about a value that pydantic refused.   text: of a scalar as the file has it."""
     setting = schema.lookup(key)
     if setting is None and key.rpartition(".")[2].isdigit():
         return f"{key} must be a section (a mapping); got {schema.show(value)}"
@@ -378,9 +375,13 @@ def _message(key: str, kind: str, value: Any) -> str:
         return f"unknown key {key!r}{schema.suggestion(key)}"
     if kind == "missing" and setting.default is dataclasses.MISSING:
         return f"{key} is missing. {setting.meaning}"
-    got = f"{key} must be {setting.expected}; got {schema.show(value)}"
-    if kind == "string_type" and isinstance(value, (int, float)):
-        return f'{got} (write it in quotes: "{value}")'
+    got = f"{key} must be {setting.expected}; got {text or repr(value) if isinstance(value, float) else schema.show(value)}"
+    if kind == "string_type" and isinstance(value, int):
+        return f'{got} (write it in quotes: "{text or value}")'
+    if kind.startswith("int_") and isinstance(value, float) and value.is_integer():
+        return f"{got} (write {value:.0f})"
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d_]*(\.[\d_]*)?", value) and "_" in value:
+        return f"{got} (a number has no _: write {value.replace('_', '')})"
     if kind == "string_type" and isinstance(value, (Mapping, list)):
         return f"{got} (braces and brackets have a meaning in YAML: write the text in quotes)"
     if isinstance(value, str) and setting.expected.startswith("one of "):
@@ -417,8 +418,8 @@ def dump(recipe: Recipe) -> str:
 
 def dump_stages(stages: Mapping[str, Recipe]) -> str:
     """What `load_stages` reads back as the same stages."""
-    if not _is_staged(stages):
-        return dump(next(iter(stages.values())))
+    if len(stages) == 1 and (recipe := stages.get(next(iter(stages.values())).objective)) is not None:
+        return dump(recipe)
     plain = {stage: redacted(_plain(recipe)) for stage, recipe in stages.items()}
     for stage, keys in plain.items():
         keys["name"] = keys["name"].removesuffix(f"/{stage}")

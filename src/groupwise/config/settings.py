@@ -370,7 +370,7 @@ class EnvironmentSettings:
     """Instead of `data` and `rewards`: a data set of Reasoning Gym by name (`chain_sum`), with its scorer."""
     openenv: str | None = None
     """Instead of a factory: the address of an OpenEnv server, `ws://host:port`; `args` may name `field` and `seconds`."""
-    harness: str | tuple[str, ...] | None = None
+    harness: str | Annotated[tuple[str, ...], MinLen(1)] | None = None
     """Drives the episodes itself, against an endpoint of the run's: a function `file.py:function` or `module:function` of
     `base_url` and `row` that returns the reward, a program with its arguments, or `outside`: processes that fetch episodes."""
     verifiers: str | None = None

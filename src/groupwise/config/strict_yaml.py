@@ -21,9 +21,9 @@ TAG = "tag:yaml.org,2002:"
 _SCALARS = {
     "null": (r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     "bool": (r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
-    "int": (r"^(?:[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)$", list("-+0123456789")),
+    "int": (r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+)$", list("-+0123456789")),
     "float": (
-        r"^(?:[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        r"^(?:[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
         list("-+0123456789."),
     ),
 }
@@ -68,6 +68,8 @@ class Node:
 
     value: dict[str, Node] | list[Node] | str | int | float | bool | None
     where: str
+    text: str = ""
+    """A scalar as it is written."""
 
     def plain(self) -> Any:
         """The value alone, as dicts, lists and scalars."""
@@ -95,7 +97,7 @@ class Node:
             return Node({key: node.copy() for key, node in self.value.items()}, self.where)
         if isinstance(self.value, list):
             return Node([node.copy() for node in self.value], self.where)
-        return Node(self.value, self.where)
+        return Node(self.value, self.where, self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def parse_value(text: str, where: str) -> tuple[Node, list[Problem]]:
             return Node({key: relabel(inner) for key, inner in node.value.items()}, where)
         if isinstance(node.value, list):
             return Node([relabel(inner) for inner in node.value], where)
-        return Node(node.value, where)
+        return Node(node.value, where, node.text)
 
     return relabel(tree), [Problem(where, problem.message) for problem in problems]
 
@@ -175,7 +177,7 @@ class _Builder:
                 return Node(self.mapping(node), where)
             if isinstance(node, yaml.SequenceNode) and node.tag == TAG + "seq":
                 return Node([self.build(item, self.place(item)) for item in node.value], where)
-            return Node(self.scalar(node), where)
+            return Node(self.scalar(node), where, node.value)
         finally:
             self.open.discard(id(node))
 

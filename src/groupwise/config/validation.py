@@ -12,6 +12,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,7 +38,7 @@ from groupwise.config.settings import (
     is_online,
 )
 from groupwise.utils.files import expanded
-from groupwise.utils.spelling import near_path
+from groupwise.utils.spelling import near_path, nearest
 
 Finding = tuple[tuple[str, ...], str]
 """The dotted keys that a check looked at, most telling first, and what is wrong with them."""
@@ -69,10 +70,11 @@ def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding
 
 
 def _objective(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
-    own = re.fullmatch(r"[\w.]+:\w+", recipe.objective) is not None
-    if recipe.objective not in OBJECTIVES and not own:
+    if ":" not in recipe.objective and recipe.objective not in OBJECTIVES:
         names = f"one of {', '.join(OBJECTIVES)}; got {recipe.objective!r}{closest(recipe.objective, OBJECTIVES)}"
         yield ("objective",), f"objective must be {names}"
+    elif ":" in recipe.objective and (wrong := _wrong_name(recipe.objective, "NAME")):
+        yield ("objective",), f"objective: {wrong}"
     if not re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)?", recipe.name):
         yield ("name",), f"name must be a folder name (letters, digits, . _ + -), got {recipe.name!r}"
 
@@ -263,6 +265,15 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("data.eval_fraction",), f"data.eval_fraction holds out everything: its parts sum to {sum(data.parts.values()):g}"
     if data.template is not None and (wrong := _wrong_template(data.template)):
         yield ("data.template",), f"data.template: {wrong}"
+    for ours, theirs in data.columns.items():
+        near = nearest(ours, ROW, cutoff=0.85)
+        if near is not None and ours not in ROW and f"{ours}s" != near:  # `message` may be a column that a reward asks for
+            message = f"data.columns names ours: yours; nothing reads a column {ours!r}: write {{{near}: {theirs}}}"
+            yield (f"data.columns.{ours}", "data.columns"), message
+
+
+ROW = ("prompt", "messages", "completion", "chosen", "rejected")
+"""Columns that rows are read from, whatever the reward functions ask for."""
 
 
 def _wrong_data(path: str) -> str | None:
@@ -298,10 +309,14 @@ def _wrong_template(template: str) -> str | None:
     return None
 
 
-def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+def _scored(recipe: Recipe) -> bool:
+    """True if completions have a reward: of a function, or perhaps of what answers the policy."""
     given = recipe.environment
-    scored = given.asks or any(one is not None for one in (given.factory, given.reasoning_gym, given.openenv))
-    if recipe.objective in ONLINE and recipe.objective not in TAUGHT and not recipe.rewards and not scored:
+    return bool(recipe.rewards or given.asks or given.factory or given.reasoning_gym or given.openenv)
+
+
+def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    if recipe.objective in ONLINE and recipe.objective not in TAUGHT and not _scored(recipe):
         yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
@@ -380,10 +395,12 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if given.verifiers is not None and (recipe.data.task is not None or (path is not None and not path.startswith(LIVE))):
         message = f"{at}.verifiers brings its own rows: leave data.path and data.task out"
         yield (f"{at}.verifiers", "data.path", "data.task"), message
+    if isinstance(given.harness, tuple) and not given.harness[0]:
+        yield (f"{at}.harness",), f"{at}.harness: a program has a name, [python, agent.py]; got {show(given.harness)}"
     if isinstance(given.harness, str) and given.harness != "outside" and (wrong := _wrong_name(given.harness)):
         yield (f"{at}.harness",), f"{at}.harness: {wrong}; or write `outside`, or a program as a list, [python, agent.py]"
-    if not re.fullmatch(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", given.listen):
-        yield (f"{at}.listen",), f"{at}.listen is written ADDRESS:PORT, got {given.listen!r}"
+    if not re.fullmatch(r"([^\s:]+|\[[0-9a-fA-F:]+\]):\d{1,5}", given.listen) or _has_wrong_port(f"//{given.listen}"):
+        yield (f"{at}.listen",), f"{at}.listen is written ADDRESS:PORT, with a port of at most 65535; got {given.listen!r}"
     if given.reasoning_gym is not None and not is_online(recipe.objective):
         message = f"{at}.reasoning_gym has prompts and a scorer, and no completions for {recipe.objective!r} to learn from"
         yield (f"{at}.reasoning_gym", "objective"), message
@@ -425,11 +442,6 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         why = f"for {recipe.objective!r} (its advantages compare siblings)"
         message = f"group.group_size must be at least 2 {why}, got {group.group_size}"
         yield ("group.group_size",), message
-    if group.filter is not None and group.dead_groups != "refill":
-        message = (
-            "group.filter says which groups are replaced, and only dead_groups: refill replaces any: set group.dead_groups: refill"
-        )
-        yield ("group.filter", "group.dead_groups"), message
     # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table).
     if not group.beta and group.reference_refresh:
         message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
@@ -462,7 +474,7 @@ def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 
 def _curriculum(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     data = recipe.data
-    if (data.retire or data.curriculum) and not (is_online(recipe.objective) and recipe.rewards):
+    if (data.retire or data.curriculum) and not (is_online(recipe.objective) and _scored(recipe)):
         keys = ("data.retire", "data.curriculum", "objective")
         yield keys, "data.retire and data.curriculum go by the first reward of sampled completions: there are none here"
 
@@ -521,6 +533,7 @@ def _served(recipe: Recipe) -> Iterator[Finding]:
     teacher, rollout, group = recipe.teacher, recipe.rollout, recipe.group
     if not teacher.servers:
         return
+    yield from _addresses("teacher.servers", teacher.servers)
     if teacher.path is not None or teacher.ema:
         message = "teacher.servers is instead of a checkpoint (teacher.path) or the policy itself (teacher.ema): name one of them"
         yield ("teacher.servers", "teacher.path", "teacher.ema"), message
@@ -534,6 +547,20 @@ def _served(recipe: Recipe) -> Iterator[Finding]:
     if rollout.temperature != 1.0 or rollout.top_k or rollout.top_p < 1 or rollout.min_p:
         message = "teacher.servers score at temperature 1 over the whole vocabulary: leave temperature, top_k, top_p and min_p out"
         yield ("teacher.servers", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"), message
+
+
+def _has_wrong_port(url: str) -> bool:
+    try:
+        _ = urlsplit(url).port
+    except ValueError:  # not between 0 and 65535
+        return True
+    return False
+
+
+def _addresses(at: str, servers: Sequence[str]) -> Iterator[Finding]:
+    for url in servers:
+        if not re.fullmatch(r"http://[^/\s]+/?", url) or _has_wrong_port(url):
+            yield (at, at.rpartition(".")[0]), f"{at} is a list of addresses like http://127.0.0.1:8000, got {url!r}"
 
 
 def _mixing(recipe: Recipe) -> Iterator[Finding]:
@@ -568,8 +595,10 @@ def _shown(recipe: Recipe) -> Iterator[Finding]:
 
 def _wrong_choice(name: str, names: Sequence[str]) -> str | None:
     """Why `name` is neither one of ours nor `module:NAME`, or None."""
-    if name in names or re.fullmatch(r"[\w.]+:\w+", name):
+    if name in names:
         return None
+    if ":" in name:
+        return _wrong_name(name, "NAME")
     return f"must be one of {', '.join(names)}, or module:NAME; got {name!r}{closest(name, names)}"
 
 
@@ -580,11 +609,15 @@ def _named(part: Part | None) -> str | None:
 
 
 def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
-    name = part.get("name") if isinstance(part, Mapping) else part
+    name = part.get("name", "") if isinstance(part, Mapping) else part
     if not isinstance(name, str):
-        return "a mapping needs `name`, e.g. {name: " + (names[0] if names else "module:function") + "}"
-    if name in names or (name.count(":") == 1 and all(piece.replace(".", "_").isidentifier() for piece in name.split(":"))):
+        return f"`name` is that of a function, got {show(name)}"
+    if isinstance(part, Mapping) and "name" not in part:  # of the preset's own function, which torch is needed to know
+        return None if part and names else "a mapping needs `name`, e.g. {name: " + (names[0] if names else "module:function") + "}"
+    if name in names:
         return None
+    if ":" in name:
+        return _wrong_name(name)
     others = [f"group.{place}" for place, known in PARTS.items() if name in known]
     hint = f" (which is one of {' and '.join(others)})" if others else closest(name, names)
     known = f"one of {', '.join(names)} or module:function" if names else "module:function"
@@ -593,7 +626,7 @@ def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
 
 def _wrong_options(place: str, part: Mapping[str, Any], names: Sequence[str]) -> Iterator[Finding]:
     """What is wrong with the keywords of a part; those of functions that are not ours are looked at when they are imported."""
-    name = part["name"]
+    name = part.get("name")
     if name not in names:
         return
     known = PART_OPTIONS.get(name, {})
@@ -650,9 +683,7 @@ def _engine(engine: EngineSettings, at: str) -> Iterator[Finding]:
             f"{engine.name} samples with the weights that are trained: there is nothing to correct, unless it is ahead of them"
         )
         yield (f"{at}.correct", at), f"{at}.correct: {message}"
-    for url in engine.servers:
-        if not re.fullmatch(r"http://[^/\s]+(:\d+)?/?", url):
-            yield (f"{at}.servers", at), f"{at}.servers is a list of addresses like http://127.0.0.1:8000, got {url!r}"
+    yield from _addresses(f"{at}.servers", engine.servers)
     if engine.colocated and (engine.servers or engine.ahead):
         message = "samples in the trainer's process, in turn with training: leave servers and ahead out"
         yield (f"{at}.colocated", at), f"{at}.colocated {message}"

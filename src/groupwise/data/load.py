@@ -14,7 +14,7 @@ from groupwise.data.pairs import Pair, encode_pairs
 from groupwise.data.preference_formats import as_pairs, pair_asks
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.report import Report
-from groupwise.data.sources import SourceRows, first_of, none_left, read_rows
+from groupwise.data.sources import SourceRows, first_of, kind_of, none_left, read_rows
 from groupwise.data.split import part_of
 from groupwise.data.step_labels import Solution, encode_solutions
 from groupwise.data.tasks import make_task
@@ -22,6 +22,7 @@ from groupwise.data.tasks.base import Paired
 from groupwise.data.templates import Template, Tools, Wording
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
+from groupwise.utils.imports import demand_attributes, own_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,17 +222,28 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
     task = make_task(str(settings.task), settings.task_args)
     count = settings.limit or TASK_ROWS
     if kind == "demonstrations":
-        return SourceRows(f"task {settings.task}", task.demonstrations(count, seed)), held_out
+        return _drawn(settings, task, "demonstrations", count, seed), held_out
     if kind == "pairs":
         if not isinstance(task, Paired):
             given = "data.task: preferences, or data.path with chosen and rejected columns"
             raise ConfigError(f"the task {settings.task!r} has no preference pairs: give {given}")
         if held_out is None:
-            held_out = SourceRows(f"task {settings.task}, held out", task.held_out_pairs(settings.eval_limit or TASK_HELD_OUT))
-        return SourceRows(f"task {settings.task}", task.pairs(count, seed)), held_out
+            held_out = _drawn(settings, task, "held_out_pairs", settings.eval_limit or TASK_HELD_OUT)
+        return _drawn(settings, task, "pairs", count, seed), held_out
     if held_out is None:
-        held_out = SourceRows(f"task {settings.task}, held out", task.held_out(settings.eval_limit or TASK_HELD_OUT))
-    return SourceRows(f"task {settings.task}", task.prompts(count, seed)), held_out
+        held_out = _drawn(settings, task, "held_out", settings.eval_limit or TASK_HELD_OUT)
+    return _drawn(settings, task, "prompts", count, seed), held_out
+
+
+def _drawn(settings: DataSettings, task: object, method: str, *arguments: int) -> SourceRows:
+    """The rows that a method of a task draws.   Raises ConfigError for a task of the user's that gives none."""
+    demand_attributes(f"the task {settings.task!r}", task, [method])
+    with own_code(f"the task {settings.task!r}, {method},"):
+        rows = list(getattr(task, method)(*arguments))
+    wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
+    if wrong is not None:
+        raise ConfigError(f"the task {settings.task!r}: {method} gave {kind_of(wrong)}: a row is a mapping, {{'prompt': ...}}")
+    return SourceRows(f"task {settings.task}" + ", held out" * method.startswith("held_out"), rows)
 
 
 def _split(rows: SourceRows, wording: Wording, fractions: Mapping[str, float], asked: Asked) -> dict[str, SourceRows]:

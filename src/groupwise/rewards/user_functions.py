@@ -6,23 +6,16 @@ It imports little: worker processes start with it.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
-import traceback
-import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.trainer_state import TOLD
-from groupwise.utils.spelling import nearest
+from groupwise.utils.imports import imported
 
 OFFERED = (
     "prompts",
@@ -80,65 +73,7 @@ def find_named(spec: str, kind: str, given: Mapping[str, Any] = MappingProxyType
     """
     if spec in given:
         return given[spec]
-    place, _, name = spec.rpartition(":")
-    what = f"{kind} {spec!r}"
-    module = _file(what, place) if place.endswith(".py") else _module(what, place)
-    found = vars(module).get(name)
-    if not callable(found):
-        own = [
-            key
-            for key, value in vars(module).items()
-            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
-        ]
-        near = nearest(name, own)
-        hint = f"did you mean {near!r}?" if near is not None else f"there are: {', '.join(own) or 'none'}"
-        raise ConfigError(f"{what}: {place} has no function {name!r}; {hint}")
-    return found
-
-
-def _module(what: str, place: str) -> Any:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
-    try:
-        return importlib.import_module(place)
-    except ImportError as error:
-        raise ConfigError(
-            f"{what}: cannot import {place!r} ({error}); looked for among the installed modules and in {here}"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(_unimportable(what, place, error)) from error
-
-
-def _file(what: str, place: str) -> Any:
-    here, path = Path.cwd().resolve(), Path(place).resolve()
-    if not path.is_relative_to(here):
-        raise ConfigError(f"{what}: the file must lie in the working directory, {here}")
-    if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {path.relative_to(here)} in the working directory, {here}")
-    name = f"groupwise_reward_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"  # one per file, whatever the working directory
-    if name in sys.modules:
-        return sys.modules[name]
-    description = importlib.util.spec_from_file_location(name, path)
-    assert description is not None and description.loader is not None
-    module = importlib.util.module_from_spec(description)
-    sys.modules[name] = module  # dataclasses and pickles of the file look it up there
-    try:
-        description.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, Exception | SystemExit):
-            raise ConfigError(_unimportable(what, place, error)) from error
-        raise
-    return module
-
-
-def _unimportable(what: str, place: str, error: BaseException) -> str:
-    """What happened while a user's module ran for the first time, and the last line of it that was reached."""
-    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    reached = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
-    line = f" (line {reached[-1].lineno})" if reached else ""
-    return f"{what}: {place} cannot be imported: {type(error).__name__}: {error}{line}"
+    return imported(f"{kind} {spec!r}", spec, callable_only=True)
 
 
 def read_signature(

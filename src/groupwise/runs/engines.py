@@ -25,7 +25,7 @@ from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
 from groupwise.training.mismatch import diagnose
-from groupwise.utils.imports import imported
+from groupwise.utils.imports import demand_attributes, imported, own_code
 
 Make = Callable[[Policy, RolloutSettings, World | None], Engine]
 
@@ -72,7 +72,7 @@ def make_engine(policy: Policy, settings: RolloutSettings, world: World | None =
     engine = settings.engine
     if engine.name in ENGINES:
         return ENGINES[engine.name](policy, settings, world)
-    make = imported("rollout.engine", engine.name)
+    make = imported("rollout.engine", engine.name, callable_only=True)
     keywords = engine.args if world is None else {**engine.args, "world": world}  # it need not know of any
     try:
         inspect.signature(make).bind(policy, max_rows=0, keep_special_tokens=False, **keywords)
@@ -81,7 +81,10 @@ def make_engine(policy: Policy, settings: RolloutSettings, world: World | None =
             f"rollout.engine: {engine.name} cannot be called with (policy, max_rows, keep_special_tokens"
             f"{''.join(f', {name}' for name in keywords)}): {error}"
         ) from None
-    return make(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, **keywords)
+    with own_code(f"rollout.engine {engine.name}"):
+        made = make(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, **keywords)
+    demand_attributes(f"rollout.engine {engine.name}", made, ["generate", "set_version", "close", "version", "where", "tolerance"])
+    return made
 
 
 def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:

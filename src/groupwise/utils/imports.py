@@ -1,34 +1,117 @@
-"""Imports: what `module:NAME` in a recipe names, and large libraries without the garbage collector in between."""
+"""Imports: what `module:NAME` or `file.py:NAME` in a recipe names, and large libraries without the garbage collector in between."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.utils.spelling import nearest
 
 
-def imported(key: str, name: str) -> Any:
-    """What `module:NAME` names, from an installed module or a file of the working directory.
+def imported(what: str, spec: str, *, callable_only: bool = False) -> Any:
+    """The object behind `module:NAME` or `path/to/file.py:NAME`.
 
-    key: of the recipe, for the message.   Raises ConfigError if there is no such module or name, or if the module fails.
+    what: the key of the recipe, or the object's kind, for messages.   callable_only: an object that cannot be called is refused.
+    Modules are installed ones, or lie in the working directory; files lie in the working directory (a recipe from elsewhere cannot
+    name code from anywhere).   Raises ConfigError.
 
     >>> imported("objective", "math:tau")
     6.283185307179586
     """
-    module, _, attribute = name.partition(":")
-    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+    place, _, name = spec.rpartition(":")
+    module = _file(what, place) if place.endswith(".py") else _module(what, place)
+    found = getattr(module, name, _NOTHING)
+    if found is _NOTHING or (callable_only and not callable(found)):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
+        ]
+        near = nearest(name, own)
+        hint = f"did you mean {near!r}?" if near is not None else f"there are: {', '.join(own) or 'none'}"
+        raise ConfigError(f"{what}: {place} has no {'function ' if callable_only else ''}{name!r}; {hint}")
+    return found
+
+
+_NOTHING = object()
+
+
+@contextmanager
+def own_code(what: str) -> Iterator[None]:
+    """While a user's code runs: an exception of it becomes a ConfigError with its place.   what: the code, for the message."""
+    try:
+        yield
+    except GroupwiseError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(f"{what} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})") from error
+
+
+def demand_attributes(what: str, thing: object, names: Sequence[str]) -> None:
+    """Raises ConfigError unless an object has these methods and attributes.   what: the object, for the message."""
+    missing = [name for name in names if not hasattr(thing, name)]
+    if missing:
+        raise ConfigError(
+            f"{what} is an object of {type(thing).__name__} without {', '.join(missing)}: it needs {', '.join(names)}"
+        )
+
+
+def _module(what: str, place: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        looked = f"looked for among the installed modules and in {here}"
-        raise ConfigError(f"{key}: cannot import {name!r} ({error}); {looked}") from error
+        return importlib.import_module(place)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what}: cannot import {place!r} ({error}); looked for among the installed modules and in {here}"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_unimportable(what, place, error)) from error
+
+
+def _file(what: str, place: str) -> ModuleType:
+    here, path = Path.cwd().resolve(), Path(place).resolve()
+    if not path.is_relative_to(here):
+        raise ConfigError(f"{what}: the file must lie in the working directory, {here}")
+    if not path.is_file():
+        raise ConfigError(f"{what}: there is no file {path.relative_to(here)} in the working directory, {here}")
+    name = f"groupwise_user_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"  # one per file, whatever the working directory
+    if name in sys.modules:
+        return sys.modules[name]
+    description = importlib.util.spec_from_file_location(name, path)
+    assert description is not None and description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.modules[name] = module  # dataclasses and pickles of the file look it up there
+    try:
+        description.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, Exception | SystemExit):
+            raise ConfigError(_unimportable(what, place, error)) from error
+        raise
+    return module
+
+
+def _unimportable(what: str, place: str, error: BaseException) -> str:
+    """What happened while a user's module ran for the first time, and the last line of it that was reached."""
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    reached = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
+    line = f" (line {reached[-1].lineno})" if reached else ""
+    return f"{what}: {place} cannot be imported: {type(error).__name__}: {error}{line}"
 
 
 @contextmanager

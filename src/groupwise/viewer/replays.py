@@ -40,7 +40,6 @@ NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 SINGLE = {
     "group.beta": (),
     "group.kl": ("k1", "k2", "k3", "k3_ratio"),
-    "group.kl_place": ("loss", "reward"),
     "group.off_policy_delta": (),
     "group.dead_groups": ("exact", "drop"),
     "group.truncated": ("keep", "mask"),

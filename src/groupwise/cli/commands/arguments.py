@@ -32,6 +32,13 @@ def seed(text: str) -> int:
     return number
 
 
+def port(text: str, least: int = 1) -> int:
+    """The number of a port; with `least` 0 any that is free is 0."""
+    if (number := _at_least(text, least)) > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, got {number}")
+    return number
+
+
 def _at_least(text: str, least: int) -> int:
     try:
         number = int(text)

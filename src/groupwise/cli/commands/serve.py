@@ -23,7 +23,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     native = "without vLLM: OpenAI's chat and vLLM's token ids, for agents and evaluations; other hosts need GROUPWISE_TOKEN"
     command.add_argument("--native", action="store_true", help=native)
     command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
-    command.add_argument("--port", type=typed.positive, default=8000, metavar="N", help="default %(default)s")
+    command.add_argument("--port", type=typed.port, default=8000, metavar="N", help="default %(default)s")
     command.add_argument(
         "--rows", type=typed.positive, default=256, metavar="N", help="completions at a time (default %(default)s)"
     )

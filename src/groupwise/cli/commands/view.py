@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
+from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
 
 PORT = 8765
@@ -18,7 +20,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument("paths", nargs="+", metavar="RUN", help="run folders, or Parquet or JSONL files of completions")
     command.add_argument("--export", metavar="FILE", help="write one self-contained page, for example report.html, and stop")
-    command.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or any that is free")
+    command.add_argument("--port", type=partial(typed.port, least=0), metavar="N", help=f"default: {PORT}, or any that is free")
     command.add_argument("--open", action="store_true", help="open it in the browser of this machine")
     command.epilog = f"From another machine: ssh -L {PORT}:127.0.0.1:{PORT} HOST, and open the address there."
 

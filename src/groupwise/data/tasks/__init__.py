@@ -16,7 +16,7 @@ from groupwise.data.tasks.guessing import Guessing
 from groupwise.data.tasks.preferences import Preferences
 from groupwise.data.tasks.sorting import Sorting
 from groupwise.errors import ConfigError
-from groupwise.utils.imports import imported
+from groupwise.utils.imports import imported, own_code
 from groupwise.utils.spelling import nearest
 
 TASKS: dict[str, type[Task]] = {
@@ -45,12 +45,10 @@ def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
         hint = "" if near is None else f" (did you mean {near}?)"
         raise ConfigError(f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}, or module:NAME for one of your own")
     given = dict(arguments or {})
-    task = TASKS[name] if name in TASKS else imported("data.task", name)
+    task = TASKS[name] if name in TASKS else imported("data.task", name, callable_only=True)
     known = inspect.signature(task).parameters
     for key in given:
         if key not in known:
             raise ConfigError(f"task {name!r} has no argument {key!r}; it takes: {', '.join(known) or 'none'}")
-    try:
+    with own_code(f"the task {name!r}"):
         return task(**given)
-    except TypeError as error:
-        raise ConfigError(f"task {name!r}: {error}") from None
