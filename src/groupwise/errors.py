@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
 class Ended(BaseException):
-    """SIGTERM ended the run; the last whole step is saved.
+    """A signal ended the run; the last whole step is saved.  SIGPIPE: nobody reads its output any more.
 
     It is a BaseException, so that `except Exception` does not catch it: a reward function that calls `sys.exit` has failed, one
     that is running when SIGTERM comes has not.
     """
 
-    exit_code = 143
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__("nobody reads the output any more" if number == signal.SIGPIPE else signal.Signals(number).name)
+        self.exit_code = 128 + number
 
 
 class GroupwiseError(Exception):

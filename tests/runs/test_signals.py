@@ -179,6 +179,50 @@ def test_c7_c8_a_signal_anywhere_leaves_the_last_whole_step(
     assert metrics(broken) == metrics(undisturbed)
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU])
+def test_every_signal_that_ends_a_program_leaves_the_last_whole_step(number: signal.Signals, recipe: Callable) -> None:
+    """A terminal's and a scheduler's, as SIGTERM."""
+    path = recipe("told", **REPETITION | {"eval": {"every": 0, "k": 2, "at_start": False}})
+    steps = train(load_recipe(path))
+    next(steps)
+    with pytest.raises(Ended) as told:
+        signal.raise_signal(number)
+    steps.close()
+    assert told.value.exit_code == 128 + number
+    assert str(told.value) == number.name
+    assert step_of(latest(folder(path)) or Path("0")) == 1
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_a_signal_that_the_program_or_nohup_has_decided_about_stays_theirs(handler: Any) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with endings(lambda: True) as due:
+            signal.raise_signal(signal.SIGHUP)
+            due()
+            assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["pipe", "terminal"])
+def test_an_output_that_nobody_reads_ends_the_run_with_a_word(output: str, recipe: Callable, forked: Any) -> None:
+    """`train | head -1`, and a terminal whose other end is closed: the last whole step is saved, and stderr says so."""
+    path = recipe("unheard", steps=400, **REPETITION | {"eval": {"every": 0, "k": 2, "at_start": False}})
+    reader, writer = os.pipe() if output == "pipe" else os.openpty()
+    process = forked.start("train", path, stdout=writer)
+    os.close(writer)
+    os.read(reader, 1)
+    os.close(reader)
+    assert process.wait() == 141, process.said
+    newest = latest(folder(path))
+    assert newest is not None
+    assert f"nobody reads the output any more; the last checkpoint is {newest}; the same command continues" in process.said
+    assert "Traceback" not in process.said
+
+
 def test_a_reward_function_that_runs_in_the_main_thread_is_broken_off(recipe: Callable, tmp_path: Path) -> None:
     """In an evaluation; it would catch what is an error of its own."""
     path = recipe("judging", eval={"k": 2, "at_start": True})

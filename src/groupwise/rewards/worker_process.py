@@ -30,6 +30,8 @@ LONGEST_ANSWER = 1 << 28
 """Bytes; a worker that announces more is taken for broken."""
 LINUX = sys.platform.startswith("linux")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+FOR_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that launchers, schedulers and terminals send to every process of a run."""
 Function = Callable[..., Any]
 channel_of_this: socket.socket | None = None
 """The worker's end of its connection: a process that it forks lets go of it."""
@@ -63,7 +65,7 @@ def supervise(
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # launchers send the first two to all; the parent decides
+    for number in (*FOR_ALL, signal.SIGCHLD):  # the parent decides
         signal.signal(number, _nothing)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     above = os.getpid()
@@ -125,7 +127,8 @@ def _be_a_worker(above: int) -> None:
     if not LINUX:
         os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+    for number in FOR_ALL:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         os.register_at_fork(after_in_child=lambda number=number, usual=usual: signal.signal(number, usual))
 
 

@@ -38,10 +38,16 @@ WIDE = 1 << 16
 """Columns of an output that is no terminal: lines of a file or a pipe are never wrapped."""
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich's ends the program without a word."""
+        raise
+
+
 def make_console(*, quiet: bool = False) -> Console:
-    """Standard output: as wide as the terminal, or without an end where it is none."""
-    console = Console(highlight=False, quiet=quiet)
-    return console if console.is_terminal or console.is_jupyter else Console(highlight=False, quiet=quiet, width=WIDE)
+    """Standard output: as wide as the terminal, or without an end where it is none.  Raises OSError when nobody reads it."""
+    console = _Output(highlight=False, quiet=quiet)
+    return console if console.is_terminal or console.is_jupyter else _Output(highlight=False, quiet=quiet, width=WIDE)
 
 
 # ---------------------------------------------------------------- what is shown
@@ -258,7 +264,7 @@ class Progress:
             if self._live is None:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=True)
                 self._live.start()
-            self._live.update(line)
+            self._live.update(line, refresh=True)  # here, and not in Live's thread, an output that is gone is noticed
         if step.evaluation or not self.console.is_terminal:
             self.console.print(line, soft_wrap=True)
 

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import inspect
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -43,7 +45,7 @@ from groupwise.runs.progress import Progress, make_console, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.resume import REFERENCE, newest_checkpoint, resumed_job
 from groupwise.runs.saving import Saver, set_failure_hint
-from groupwise.runs.signals import endings
+from groupwise.runs.signals import end_later, endings
 from groupwise.training import limit_meter
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
@@ -510,12 +512,24 @@ def train_stage(run: Run, title: str, console: Console, quiet: bool) -> Outcome:
     begin = run.done
     with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
         resumed = [("resumed", f"after step {begin}")] if begin else []
-        progress.plan([*run.job.plan, *proofs_of(run.job.policy.model), *resumed])
+        _show(lambda: progress.plan([*run.job.plan, *proofs_of(run.job.policy.model), *resumed]))
         for step in run.steps():
-            progress.update(step)
+            _show(lambda step=step: progress.update(step))
         progress.stop()
         progress.summary([("model", str(run.folder / FINAL)), ("log", str(run.folder / "metrics.jsonl"))])
     return Outcome(folder=run.folder, before=run.before, after=run.after, steps=run.done - begin)
+
+
+def _show(work: Callable[[], None]) -> None:
+    """Print; where nobody reads the output any more (`| head`, a terminal that was closed), end the run after its step."""
+    try:
+        work()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        with suppress(OSError, ValueError):  # what follows goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        end_later(signal.SIGPIPE)
 
 
 def _plan_from_beginning(

@@ -28,6 +28,8 @@ from groupwise.utils.terminal import escaped, log_to_stderr
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+OUTPUT_GONE = 141
+"""Exit code of a run that nobody listened to any more."""
 
 COMMANDS = {
     "train": "run a recipe, or resume it where it stopped",
@@ -55,7 +57,7 @@ EXAMPLES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, the `exit_code` of the error class, 130 after Ctrl-C or 143 after SIGTERM.
+    """Run a command and return its exit code: 0, the `exit_code` of the error class, 130 after Ctrl-C, 128 + N after signal N.
 
     Errors of Groupwise print one short message to stderr; `--debug` adds the traceback.
     """
@@ -83,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Ended as told:
         meanwhile = [f"meanwhile {type(told.__cause__).__name__}: {told.__cause__}"] if told.__cause__ is not None else []
-        _tell("; ".join(["ended by SIGTERM", *getattr(told, "__notes__", ()), *meanwhile]))
+        why = str(told) if told.exit_code == OUTPUT_GONE else f"ended by {told}"
+        _tell("; ".join([why, *getattr(told, "__notes__", ()), *meanwhile]))
         return told.exit_code
     except BrokenPipeError:
         # The reader of our output went away (`groupwise config | head`); Python would complain once more while it closes stdout.
