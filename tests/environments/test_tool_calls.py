@@ -1,12 +1,14 @@
 """Calls of every family, whole, broken, and cut at every character."""
 
 import json
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.environments.tool_calls import BrokenCall, Call, form_of, read_turn
+from groupwise.environments.schemas import schema_of, wrong_arguments
+from groupwise.environments.tool_calls import BrokenCall, Call, Said, form_of, read_turn
 from groupwise.errors import ConfigError
 
 NESTED = {"text": 'a "quoted" <b> </tool_call> \n ünï 😀', "n": 10000.0, "flag": False, "none": None, "list": [1, {"k": "v"}]}
@@ -134,6 +136,68 @@ def test_xml_values_are_read_by_the_schema_in_either_spelling():
     assert untyped.arguments == written
 
 
+def _unions(
+    a: int | float,
+    b: int | list[int],
+    c: bool | None = None,
+    d: str | None = None,
+    e: int | str = 0,
+    f: Literal[1, "x"] = 1,
+    g: dict[str, int] | None = None,
+    h: int = 0,
+) -> None:
+    """Take many.
+
+    Args:
+        a: A.
+        b: B.
+        c: C.
+        d: D.
+        e: E.
+        f: F.
+        g: G.
+        h: H.
+    """
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("a", "5", 5), ("a", "5.5", 5.5), ("b", "5", 5), ("b", "[5, 6]", [5, 6]), ("c", "True", True), ("c", "None", None),
+        ("d", "null", None), ("d", "5", "5"), ("d", "true", "true"), ("e", "5", 5), ("e", "five", "five"), ("e", "007", "007"),
+        ("f", "1", 1), ("f", "x", "x"), ("g", '{"k": 1}', {"k": 1}), ("g", "None", None), ("h", "2.0", 2.0),
+    ],
+)  # fmt: skip
+def test_an_xml_value_of_a_union_is_read_as_a_tool_takes_it(key, text, value):
+    schema = schema_of(_unions, "f")
+    (call,) = read_turn(xml("f", {"a": "1", "b": "1", key: text}), "xml", tools=[schema]).calls
+    assert call.arguments[key] == value and type(call.arguments[key]) is type(value)
+    assert wrong_arguments(schema, call.arguments) is None
+
+
+def test_an_xml_value_of_a_schema_of_pydantic_is_read():
+    """As clients of the endpoint send them: alternatives, references, constants."""
+    kinds = {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "b": {"oneOf": [{"$ref": "#/$defs/Point"}]}, "c": {"const": 3},
+             "d": {"allOf": [{"$ref": "#/$defs/Color"}]}, "e": {"$ref": "#/$defs/Missing"}}  # fmt: skip
+    points = {"Point": {"type": "object"}, "Color": {"enum": ["red", "1"], "type": "string"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": kinds, "$defs": points}}}
+    written = {"a": "None", "b": '{"x": 1}', "c": "3", "d": "1", "e": "4"}
+    (call,) = read_turn(xml("f", written), "xml", tools=[tool]).calls
+    assert call.arguments == {"a": None, "b": {"x": 1}, "c": 3, "d": "1", "e": "4"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    ["<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n", "<parameter=a>1<parameter=b>2</parameter>", "<parameter=a>\n1\n"],
+)
+def test_an_xml_value_without_its_end_is_no_call_and_hides_none(values):
+    tool = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}, "b": {"type": "string"}}}}}
+    text = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>" + xml("f", {"a": "x"})
+    broken, whole = read_turn(text, "xml", tools=[tool]).calls
+    assert isinstance(broken, BrokenCall) and broken.why == "the value of the parameter 'a' has no </parameter>"
+    assert whole == Call("f", {"a": "x"}, "call_1")
+
+
 def test_an_xml_value_may_speak_of_its_own_tags_and_of_lines():
     value = "one\n</parameter> two\n\n  three"
     (call,) = read_turn(xml("f", {"code": value, "next": "x"}), "xml").calls
@@ -161,9 +225,19 @@ def test_a_turn_of_gpt_oss_with_all_its_channels():
     assert (final.content, final.calls, final.reasoning) == ("Done <b>.", (), None)
 
 
-@pytest.mark.parametrize("text", ['{"answer": 3}', "{not a call}", "plain", "", '{"', "{}"])
+NO_CALLS = ['{"answer": 3}', "{not a call}", "plain", "", '{"', "{}", '{"name": "Alice", "age": 7}', '{"name": "Alice"}', '{"name": "A',
+            '{"function": "sin", "x": 1}', '["name", "parameters"]', '{"name": "Alice", "age": 7} {"name": "f", "parameters": {}}']  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_CALLS)
 def test_what_is_no_call_of_llama_is_content(text):
-    assert read_turn(text, "bare") == read_turn(text, "bare").__class__(text, None, ())
+    assert read_turn(text, "bare") == Said(text, None, ())
+
+
+@pytest.mark.parametrize("text", ['{"type": "function", "name": "f", "parameters": {}}', '{"parameters": {}, "name": "f"}',
+                                  '<|python_tag|>{"name": "f"}', '{"name": "f", "arguments": {}}'])  # fmt: skip
+def test_a_call_of_llama_in_any_order(text):
+    assert read_turn(text, "bare").calls == (Call("f", {}, "call_0"),)
 
 
 def test_the_form_is_read_off_the_template():

@@ -217,6 +217,29 @@ def _kinds(kinds: Any) -> list[str]:
     return [] if kinds is None else [kinds] if isinstance(kinds, str) else list(kinds)
 
 
+def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
+    """The JSON types of what a schema describes, those of its alternatives and definitions among them; empty: it names none.
+
+    root: the schema that holds the definitions.
+
+    >>> kinds_of({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/P"}], "nullable": True}, {"$defs": {"P": {"type": "object"}}})
+    ['integer', 'object', 'null']
+    """
+    if not isinstance(schema, Mapping) or depth == 0:
+        return []
+    kinds = _kinds(schema.get("type"))
+    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    kinds += [_SCALARS[type(value)] for value in values if not kinds and type(value) in _SCALARS]
+    inner = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
+    if isinstance(reference := schema.get("$ref"), str):
+        found: Any = root
+        for step in reference.removeprefix("#/").split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        inner.append(found)
+    kinds += [kind for one in inner for kind in kinds_of(one, root, depth - 1)]
+    return list(dict.fromkeys([*kinds, *(["null"] if kinds and schema.get("nullable") else [])]))
+
+
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -239,7 +262,7 @@ def _fits(schema: Mapping[str, Any], value: Any) -> bool:
     kinds = schema.get("type")
     if kinds is None:
         return True
-    if not any(_is_kind(kind, value) for kind in _kinds(kinds)):
+    if not any(is_kind(kind, value) for kind in _kinds(kinds)):
         return False
     if isinstance(value, list) and "prefixItems" in schema:
         items = schema["prefixItems"]
@@ -251,11 +274,12 @@ def _fits(schema: Mapping[str, Any], value: Any) -> bool:
     return True
 
 
-def _is_kind(kind: str, value: Any) -> bool:
+def is_kind(kind: str, value: Any) -> bool:
+    """True if a value is of a JSON type; `2.0` is an integer, and a boolean is no number."""
     if isinstance(value, bool):
         return kind == "boolean"
     if kind == "integer" and isinstance(value, float):
-        return value.is_integer()  # `2.0` is an integer to JSON Schema
+        return value.is_integer()
     return isinstance(value, _KINDS.get(kind, (object,)))
 
 

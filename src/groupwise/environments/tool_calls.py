@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from groupwise.environments.schemas import is_kind, kinds_of
 from groupwise.errors import ConfigError
 
 CallForm = Literal["json", "xml", "bare", "channels"]
@@ -85,7 +86,8 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
     """Content, reasoning and calls of one turn.
 
     thinking: the prompt ended inside a think block, which the turn continues with.
-    tools: JSON schemas; the form `xml`, whose values are text, reads numbers, booleans and lists by them.
+    tools: JSON schemas; the form `xml`, whose values are text, reads anything else by them.  Where a parameter may be text or
+    something else, text that is the other in JSON is read as that.
     Raises ConfigError for an unknown form; never for anything that `text` may hold.
 
     >>> read_turn('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "json").calls
@@ -97,8 +99,8 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
         content, reasoning, found = _channels(text)
     else:
         reasoning, rest = split_thinking(text, thinking)
-        types = {name: _types_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None}
-        content, found = _bare(rest) if form == "bare" else _tagged(rest, types if form == "xml" else None)
+        known = {name: _kinds_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None}
+        content, found = _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
     calls = tuple(
         BrokenCall(one.why, one.text, f"call_{i}") if isinstance(one, _Broken) else Call(*one, f"call_{i}")
         for i, one in enumerate(found)
@@ -132,13 +134,17 @@ _Found = list[tuple[str, dict[str, Any]] | _Broken]
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
-def _tagged(text: str, types: Mapping[str, Mapping[str, str]] | None) -> tuple[str, _Found]:
-    """Calls between tags: JSON objects, or where `types` are given functions with parameters."""
+_Kinds = Mapping[str, Sequence[str]]
+"""The JSON types that each parameter of a tool may have."""
+
+
+def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, _Found]:
+    """Calls between tags: JSON objects, or with `kinds` functions with parameters."""
     content, found, place = [], [], 0
     while (start := text.find(OPENING, place)) >= 0:
         content.append(text[place:start])
         body = start + len(OPENING)
-        call, end = _json_call(text, body) if types is None else _xml_call(text, body, types)
+        call, end = _json_call(text, body) if kinds is None else _xml_call(text, body, kinds)
         closing = re.compile(rf"\s*{CLOSING}").match(text, end)
         if isinstance(call, _Broken) or closing is None:
             # What follows a call that cannot be read: the next tag, or the end.
@@ -167,7 +173,7 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
 
 
-def _xml_call(text: str, place: int, types: Mapping[str, Mapping[str, str]]) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
+def _xml_call(text: str, place: int, kinds: Mapping[str, _Kinds]) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
     """The call whose `<function=...>` begins at `place`, and where it ends."""
     function = _FUNCTION.match(text, place)
     if function is None:
@@ -175,16 +181,17 @@ def _xml_call(text: str, place: int, types: Mapping[str, Mapping[str, str]]) -> 
     name, place = function[1].strip(), function.end()
     if not name:
         return _Broken("the call names no function: write <function=NAME>", function[0]), place
+    known = kinds.get(name, {})
     arguments: dict[str, Any] = {}
     while (parameter := _PARAMETER.match(text, place)) is not None:
         key = parameter[1].strip()
         end = _end_of_value(text, parameter.end())
-        if end is None:
+        if end is None or _holds_another(text[parameter.end() : end], known):
             return _Broken(f"the value of the parameter {key!r} has no </parameter>", text[parameter.start() :]), len(text)
         if key in arguments:
             return _Broken(f"the parameter {key!r} is given twice", parameter[0]), end
         value = text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
-        converted = _converted(value, types.get(name, {}).get(key, "string"))
+        converted = _converted(value, known.get(key, ("string",)))
         if isinstance(converted, _Broken):
             return _Broken(f"the parameter {key!r} {converted.why}", value), end
         arguments[key] = converted
@@ -204,22 +211,37 @@ def _end_of_value(text: str, start: int) -> int | None:
     return None if end < 0 else end
 
 
-def _converted(value: str, kind: str) -> Any:
-    """A value in the type of the tool's schema.  Templates write `False` or `false`: both are read."""
-    if kind == "string":
+def _holds_another(value: str, known: _Kinds) -> bool:
+    """True if the next parameter begins within a value: with a line, or as one that the tool has."""
+    return any(
+        one[1].strip() in known or not value[: one.start()].rpartition("\n")[2].strip()
+        for one in re.finditer(r"<parameter=([^>\n]*)>", value)
+    )
+
+
+def _converted(value: str, kinds: Sequence[str]) -> Any:
+    """A value in one of the types that its schema allows, text last.  Templates write `False` or `false`: both are read."""
+    text = value.strip()
+    if {"boolean", "null"} & set(kinds) and text.lower() in _WORDS:
+        text = json.dumps(_WORDS[text.lower()])
+    decoded, end = _decoded(text, 0)
+    whole = not isinstance(decoded, _Broken) and end == len(text)
+    if whole and not isinstance(decoded, str) and any(is_kind(kind, decoded) for kind in kinds):
+        return decoded
+    if "string" in kinds:
         return value
-    plain = {"true": True, "false": False, "none": None, "null": None}
-    if kind in ("boolean", "null") or value.strip() in ("None", "null"):
-        found = plain.get(value.strip().lower(), value)
-        return found if not isinstance(found, str) else _Broken(f"is {value[:40]!r}: expected a {kind}", value)
-    decoded, end = _decoded(value.strip(), 0)
-    wanted = {"integer": int, "number": (int, float), "array": list, "object": dict}.get(kind, object)
-    if isinstance(decoded, _Broken) or end < len(value.strip()) or not isinstance(decoded, wanted) or isinstance(decoded, bool):
-        return _Broken(f"is {value[:40]!r}: expected {'an' if kind[0] in 'aio' else 'a'} {kind}", value)
-    return decoded
+    wanted = " or ".join(f"{'an' if kind[0] in 'aio' else 'a'} {kind}" for kind in kinds)
+    return _Broken(f"is {value[:40]!r}: expected {wanted}", value)
+
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 # ---- a turn that is a call ---------------------------------------------------------------------------------------------------
+
+
+_MEANT = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)"')
+"""How a call begins; an object that only has a name is an answer in JSON."""
 
 
 def _bare(text: str) -> tuple[str, _Found]:
@@ -227,8 +249,10 @@ def _bare(text: str) -> tuple[str, _Found]:
     body = text.strip()
     tagged = body.startswith("<|python_tag|>")
     body = body.removeprefix("<|python_tag|>").strip()
-    if not tagged and re.match(r'\{\s*"(name|function)"', body) is None:
-        return text, []
+    if not tagged and _MEANT.match(body) is None:
+        first, _ = _decoded(body, 0)
+        if not isinstance(first, dict) or "name" not in first or not {"parameters", "arguments"} & first.keys():
+            return text, []
     found: _Found = []
     place = 0
     while place < len(body):
@@ -346,7 +370,7 @@ def _name_of(tool: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _types_of(tool: Mapping[str, Any]) -> dict[str, str]:
-    """The JSON types of a tool's parameters, where its schema names one."""
-    properties = (tool.get("function", tool).get("parameters") or {}).get("properties") or {}
-    return {key: schema["type"] for key, schema in properties.items() if isinstance(schema.get("type"), str)}
+def _kinds_of(tool: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """The JSON types of a tool's parameters; text where its schema names none."""
+    parameters = tool.get("function", tool).get("parameters") or {}
+    return {key: kinds_of(schema, parameters) or ("string",) for key, schema in (parameters.get("properties") or {}).items()}
