@@ -32,6 +32,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -375,9 +376,9 @@ def fork_interpreters(request: dict[str, Any]) -> None:
 
 
 def module_of(command: Any) -> list[str]:
-    """The name and the arguments of `python [-u] -m NAME ARGUMENTS`; nothing of any other command."""
+    """The name and the arguments of `python [-P] [-u] -m NAME ARGUMENTS`; nothing of any other command."""
     words = [] if isinstance(command, str) else [str(word) for word in command]
-    behind = words[2:] if words[1:2] == ["-u"] else words[1:]
+    behind = list(dropwhile(lambda word: word in ("-P", "-u"), words[1:]))
     return behind[1:] if words[:1] == [sys.executable] and behind[:1] == ["-m"] else []
 
 

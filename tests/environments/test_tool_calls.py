@@ -177,8 +177,13 @@ def test_an_xml_value_of_a_union_is_read_as_a_tool_takes_it(key, text, value):
 
 def test_an_xml_value_of_a_schema_of_pydantic_is_read():
     """As clients of the endpoint send them: alternatives, references, constants."""
-    kinds = {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "b": {"oneOf": [{"$ref": "#/$defs/Point"}]}, "c": {"const": 3},
-             "d": {"allOf": [{"$ref": "#/$defs/Color"}]}, "e": {"$ref": "#/$defs/Missing"}}  # fmt: skip
+    kinds = {
+        "a": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "b": {"oneOf": [{"$ref": "#/$defs/Point"}]},
+        "c": {"const": 3},
+        "d": {"allOf": [{"$ref": "#/$defs/Color"}]},
+        "e": {"$ref": "#/$defs/Missing"},
+    }
     points = {"Point": {"type": "object"}, "Color": {"enum": ["red", "1"], "type": "string"}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": kinds, "$defs": points}}}
     written = {"a": "None", "b": '{"x": 1}', "c": "3", "d": "1", "e": "4"}
@@ -204,6 +209,19 @@ def test_an_xml_value_may_speak_of_its_own_tags_and_of_lines():
     assert call.arguments == {"code": value, "next": "x"}
 
 
+def test_what_cannot_be_read_is_written_whole_and_where_it_stands():
+    long = "<tool_call>look" + "(1)" * 100 + "</tool_call>"
+    for form, broken in (("json", '<tool_call>{"name": "f", "arg'), ("xml", long), ("json", long)):
+        said = read_turn(f"First.\n{WRITE[form]('a', {})}{broken}", form)
+        assert (said.content, said.written) == ("First.", f"First.\n{broken}")
+        assert said.calls[1].text == broken
+    said = read_turn(f"{long} and then", "json")
+    assert (said.content, said.written) == (" and then", f"{long} and then")
+    cut = '{"name": "f", "parameters": {"a": 1'
+    assert read_turn(cut, "bare").written == cut
+    assert read_turn("<|channel|>commentary to=functions.f<|message|>{1", "channels").written == "{1"
+
+
 def test_a_call_in_a_thought_is_a_thought():
     text = f"<think>\nI could {hermes('a', {})}\n</think>\n\n{hermes('b', {})}"
     said = read_turn(text, "json")
@@ -225,13 +243,15 @@ def test_a_turn_of_gpt_oss_with_all_its_channels():
     assert (final.content, final.calls, final.reasoning) == ("Done <b>.", (), None)
 
 
-NO_CALLS = ['{"answer": 3}', "{not a call}", "plain", "", '{"', "{}", '{"name": "Alice", "age": 7}', '{"name": "Alice"}', '{"name": "A',
-            '{"function": "sin", "x": 1}', '["name", "parameters"]', '{"name": "Alice", "age": 7} {"name": "f", "parameters": {}}']  # fmt: skip
+NO_CALLS = [
+    '{"answer": 3}', "{not a call}", "plain", "", '{"', "{}", '{"name": "Alice", "age": 7}', '{"name": "Alice"}', '{"name": "A',
+    '{"function": "sin", "x": 1}', '["name", "parameters"]', '{"name": "Alice", "age": 7} {"name": "f", "parameters": {}}',
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", NO_CALLS)
 def test_what_is_no_call_of_llama_is_content(text):
-    assert read_turn(text, "bare") == Said(text, None, ())
+    assert read_turn(text, "bare") == Said(text, None, (), text)
 
 
 @pytest.mark.parametrize("text", ['{"type": "function", "name": "f", "parameters": {}}', '{"parameters": {}, "name": "f"}',

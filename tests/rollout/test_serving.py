@@ -87,6 +87,26 @@ def test_requests_that_cannot_be_served_are_refused(served):
     assert generate(served, [5])[0]["token_ids"]
 
 
+@pytest.mark.parametrize("stops", [["d"], ["zz", "d", "q", "w", "k", "v"]])
+def test_the_text_ends_before_the_stop_string_and_its_tokens_do_not(tiny_policy, stops):
+    with Served(tiny_policy("llama"), name="tiny", rows=4) as served:
+        chat = {"messages": [{"role": "user", "content": "x"}], "n": 3, "max_tokens": 60, "logprobs": True, "seed": 3}
+        url = f"{served.endpoint.url}/v1/chat/completions"
+        plain, cut = (httpx.post(url, json=chat | more, timeout=60, trust_env=False).json() for more in ({}, {"stop": stops}))
+    hits = 0
+    assert [choice["index"] for choice in cut["choices"]] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in plain["choices"]}) > 1
+    assert cut["usage"]["completion_tokens"] == sum(len(choice["logprobs"]["content"]) for choice in cut["choices"])
+    for whole, choice in zip(plain["choices"], cut["choices"], strict=True):
+        text, sampled = choice["message"]["content"], "".join(entry["token"] for entry in choice["logprobs"]["content"])
+        assert not any(stop in text for stop in stops)
+        assert whole["message"]["content"].startswith(text)
+        if any(stop in sampled for stop in stops):
+            hits += 1
+            assert choice["finish_reason"] == "stop" and len(text) < len(sampled)
+    assert hits
+
+
 def test_an_engine_that_fails_answers(served, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("no more memory")
@@ -112,7 +132,7 @@ def test_a_checkpoint_is_served_by_the_command(tiny_policy, forked, tmp_path):
         url = shown[0]  # type: ignore[index]
         ask = openai.OpenAI(base_url=url, api_key="sesame", max_retries=0).chat.completions.create
         messages = [{"role": "user", "content": "1+1"}]
-        found = ask(model="m", messages=messages, temperature=0, max_tokens=5, logprobs=True)
+        found = ask(model=str(tmp_path / "model"), messages=messages, temperature=0, max_tokens=5, logprobs=True)
         prompt = policy.tokenizer("<|user|>1+1<|end|><|assistant|>")["input_ids"]
         greedy = Sampling(temperature=0.0, max_new_tokens=5)
         ((own,),) = NativeEngine(policy, max_rows=1).generate(

@@ -21,7 +21,7 @@ from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.templates import CLOSE, OPEN, Template
 from groupwise.data.turns import Turns
 from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, message_key
-from groupwise.environments.tool_calls import BrokenCall, Call, Said, form_of, read_turn, split_thinking
+from groupwise.environments.tool_calls import Call, Said, form_of, read_turn, split_thinking
 from groupwise.errors import DataError
 from groupwise.records import Finish
 
@@ -104,8 +104,8 @@ class Speech:
         with self.lock:
             return str(self.tokenizer.decode(list(map(int, tokens)), skip_special_tokens=not special))
 
-    def read(self, drawn: SampledTokens, request: ChatRequest, thinking: bool) -> Told:
-        """A turn as a message.  Calls that cannot be read stay text."""
+    def read(self, drawn: SampledTokens, request: ChatRequest, thinking: bool, stop: Sequence[str]) -> Told:
+        """A turn as a message, up to the first of the strings at which it stopped.  Calls that cannot be read stay text."""
         form = form_of(_default(self.tokenizer.chat_template))
         if not request.tools and form != "channels":
             form = None
@@ -113,17 +113,18 @@ class Speech:
         if tokens and tokens[-1] in self.eos_ids and form != "channels":
             tokens.pop()
         text = self.decode(tokens, special=form is not None)
+        if drawn.finish is Finish.STOP:
+            text = text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]
         if form is None:  # it was offered no tools: nothing is a call
             reasoning, rest = split_thinking(text, thinking)
-            said = Said(rest if reasoning is None else rest.strip("\n"), reasoning, ())
+            content = rest if reasoning is None else rest.strip("\n")
+            said = Said(content, reasoning, (), content)
         else:
             said = read_turn(text, form, thinking=thinking, tools=request.tools)
-        broken = [call.text for call in said.calls if isinstance(call, BrokenCall)]
-        content = "\n".join([part for part in (said.content, *broken) if part])
         # Clients look results up by id, so ids differ between turns.
         said = replace(said, calls=tuple(replace(one, id=f"call_{drawn.turn}_{i}") for i, one in enumerate(said.calls)))
         calls = [call for call in said.calls if isinstance(call, Call)]
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        message: dict[str, Any] = {"role": "assistant", "content": said.written or (None if calls else "")}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         if calls:
@@ -180,9 +181,9 @@ class Memory:
         tokens, text = self.speech.render(request)
         return Asking(tokens, _thinks(text), request.messages, None)
 
-    def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens) -> Told:
-        """The turn as a message, which is from now on recognised."""
-        told = self.speech.read(drawn, request, asking.thinking)
+    def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens, stop: Sequence[str] = ()) -> Told:
+        """The turn as a message, which is from now on recognised.   stop: the strings at which it may have stopped."""
+        told = self.speech.read(drawn, request, asking.thinking, stop)
         ids = np.concatenate([asking.context, np.asarray(drawn.tokens, dtype=np.int64)])
         self._known.append(_Known((*request.keys, message_key(told.message)), request.setting, ids, drawn.turn))
         return told

@@ -11,25 +11,20 @@
 only be told a key, or the name of a model, brings the episode's id as that.
 
 On a loopback address, requests must name a host of this machine (DNS rebinding) and must not come from a browser's page; on any
-other address each must bring the token as well, or an episode's id.  The standard library's server does: one thread waits for each
-request, and threads that wait cost nothing.
+other address each must bring the token as well, or an episode's id.  One thread waits for each request (`utils.http`); threads that
+wait cost nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import json
 import secrets
-import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -46,20 +41,15 @@ from groupwise.environments.requests import (
     token_answer,
 )
 from groupwise.errors import ConfigError
+from groupwise.utils.http import Handler, Server, is_loopback
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
 
 LARGEST = 32 << 20
 """Bytes of a request's body."""
-PATIENCE = 30.0
-"""Seconds that a client may be silent while it sends a request, and idle between two."""
-CONNECTIONS = 2048
-"""At a time; further ones are refused."""
 POLL_SECONDS = 0.5
 """Seconds between two looks whether a client that waits is still there."""
-DRAINED = 8 << 20
-"""Bytes of a refused body that are read and dropped, so that the client hears why."""
 LONGEST = 2048
 """Characters of an address."""
 
@@ -97,12 +87,8 @@ class Desk(Protocol):
         ...
 
 
-class Endpoint(ThreadingHTTPServer):
+class Endpoint(Server):
     """The server.  Use it as a context manager, or call `start` and `close`."""
-
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 1024
 
     def __init__(
         self,
@@ -122,18 +108,10 @@ class Endpoint(ThreadingHTTPServer):
         Raises ConfigError for a port that is taken, and for an address that others reach without a token.
         """
         self.find, self.name, self.context, self.vocabulary = find, name, context, vocabulary
-        self.token, self.desk, self.local = token, desk, is_loopback(host)
+        self.token, self.desk, self.local, self.begun = token, desk, is_loopback(host), int(time.time())
         if not self.local and not token:
             raise ConfigError(f"{host} is reached from other machines: give a token that requests must bring, or take 127.0.0.1")
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
-        try:
-            super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise ConfigError(f"{host}:{port} cannot be listened on ({error}); name another port, or 0 for any") from error
-        self.host, self.port = host, int(self.server_address[1])
-        self.hosts = {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]", host, f"[{host}]")}
-        self._serving = False
+        super().__init__(host, port, _Handler)
 
     @property
     def url(self) -> str:
@@ -142,69 +120,9 @@ class Endpoint(ThreadingHTTPServer):
         host = socket.gethostname() if everywhere else f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
-    def start(self) -> Endpoint:
-        """Serve in a thread."""
-        self._serving = True
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="endpoint", daemon=True).start()
-        return self
 
-    def close(self) -> None:
-        """Stop serving; harmless if called again."""
-        if self._serving:
-            self._serving = False
-            self.shutdown()
-        self.server_close()
-
-    def __enter__(self) -> Endpoint:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, as long as there are not too many."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._free.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """One connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is no event."""
-        log.debug("a request ended early", exc_info=True)
-
-
-def is_loopback(host: str) -> bool:
-    """True if nobody but this machine reaches an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-class _Gone(Exception):
-    """Raised where the client has closed its connection."""
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: Endpoint
-    server_version, sys_version = "groupwise", ""
-    protocol_version = "HTTP/1.1"
-    timeout = PATIENCE
-    disable_nagle_algorithm = True
-    wbufsize = -1
 
     def do_GET(self) -> None:
         self._serve({"/health": lambda _: {}, "/v1/models": self._models})
@@ -231,9 +149,6 @@ class _Handler(BaseHTTPRequestHandler):
             if path not in routes:
                 raise Refused(f"there is no {self.command} {path}", HTTPStatus.NOT_FOUND)
             found = routes[path](episode)
-        except _Gone:
-            self.close_connection = True
-            return
         except Refused as refused:
             self._send(refused.status, refused.body())
             return
@@ -284,19 +199,16 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused("bring the server's token: Authorization: Bearer TOKEN", HTTPStatus.UNAUTHORIZED, code="invalid_api_key")
 
     def _read(self) -> Mapping[str, Any]:
-        """The body, a JSON object.  What is not read is never taken for the next request: the connection ends with a refusal."""
-        length = self.headers.get("Content-Length", "")
-        self.close_connection, keep = True, self.close_connection
+        """The body, a JSON object.  Raises Refused."""
+        lengths = self.headers.get_all("Content-Length", [])
+        length = lengths[0] if len(set(lengths)) == 1 else ""
         if self.headers.get("Transfer-Encoding") or not length.isascii() or not length.isdigit():
             raise Refused("the length of the body must be given (Content-Length)", HTTPStatus.LENGTH_REQUIRED)
         if len(length) > 12 or int(length) > LARGEST:
             raise Refused(f"the body has {length[:20]} bytes; at most {LARGEST} are read", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         if self.headers.get_content_type() != "application/json":
             raise Refused("the body must be JSON (Content-Type: application/json)", HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
-        data = self.rfile.read(int(length))
-        if len(data) < int(length):
-            raise _Gone
-        self.close_connection = keep
+        data = self.await_body(int(length))
         try:
             body = json.loads(data, parse_constant=_no_number)
         except RecursionError:
@@ -305,6 +217,12 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(f"the body is not JSON: {error}") from None
         if not isinstance(body, Mapping):
             raise Refused("the body must be a JSON object")
+        if b"\\u" in data:
+            try:
+                json.dumps(body, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = error.object[error.start]
+                raise Refused(f"the body cannot be read: {half!a} is half of a character") from None
         return body
 
     # ---- routes --------------------------------------------------------------------------------------------------------------
@@ -312,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _models(self, episode: str | None) -> Any:
         if episode is not None:
             self._line(episode)
-        model = {"id": self.server.name, "object": "model", "created": 0, "owned_by": "groupwise"}
+        model = {"id": self.server.name, "object": "model", "created": self.server.begun, "owned_by": "groupwise"}
         return {"object": "list", "data": [model | {"max_model_len": self.server.context}]}
 
     def _generate(self, episode: str | None) -> Any:
@@ -323,18 +241,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _chat(self, episode: str | None) -> Any:
         line = self._line(episode)
         request = read_chat_request(self._body)
-        if request.asked.count > 1:
-            raise Refused(f"n is {request.asked.count}: one completion is drawn at a time", param="n")
         asking = line.ask(request)
-        (drawn,) = self._wait(line.draw(asking.context, request.asked, asking))
-        told = line.tell(request, asking, drawn)
+        drawn = self._wait(line.draw(asking.context, request.asked, asking))
+        told = [line.tell(request, asking, one) for one in drawn]
         answer = chat_answer(request, asking, drawn, told, line.speech)
         return as_stream(answer, usage=request.usage) if request.stream else answer
 
     def _claim(self, episode: str | None) -> Any:
         if self.server.desk is None or episode is not None:
             raise Refused("no episodes are given away here", HTTPStatus.NOT_FOUND)
-        return self.server.desk.claim(10.0, lambda: not self._hung_up())
+        return self.server.desk.claim(10.0, lambda: not self.hung_up())
 
     def _report(self, episode: str | None) -> Any:
         if self.server.desk is None or episode is None:
@@ -346,33 +262,31 @@ class _Handler(BaseHTTPRequestHandler):
         return {}
 
     def _line(self, episode: str | None) -> Line:
-        if episode is None and self._body is not None and isinstance(self._body.get("model"), str):
-            episode = self._body["model"] if self.server.find(self._body["model"]) is not None else None
+        model = None if self._body is None else self._body.get("model")
+        if episode is None and isinstance(model, str) and self.server.find(model) is not None:
+            episode = model
         line = self.server.find(episode)
+        if line is not None and episode is None and model is not None and model != self.server.name:
+            raise Refused(
+                f"there is no model {model!r:.200}: {self.server.name!r} is served here", HTTPStatus.NOT_FOUND, param="model",
+                code="model_not_found",
+            )  # fmt: skip
         if line is None:
             where = "requests must name their episode: /episodes/ID/v1/..." if episode is None else "it is over, or never was one"
             raise Refused(f"there is no such episode: {where}", HTTPStatus.NOT_FOUND, code="episode_over")
         return line
 
     def _wait(self, drawn: Future[Sequence[SampledTokens]]) -> Sequence[SampledTokens]:
-        """What is being drawn.  Raises _Gone if the client hangs up before that; what nobody waits for is not begun."""
+        """What is being drawn.  Raises ConnectionError if the client hangs up before; what nobody waits for is not begun."""
         while True:
             try:
                 return drawn.result(timeout=POLL_SECONDS)
             except NotYet:
-                if self._hung_up():
+                if self.hung_up():
                     drawn.cancel()
-                    raise _Gone from None
+                    raise ConnectionAbortedError("the client has closed the connection") from None
             except CancelledError:
                 raise Refused("the server is closing", HTTPStatus.GONE) from None
-
-    def _hung_up(self) -> bool:
-        look = select.poll()  # select() knows no descriptors above 1023
-        look.register(self.connection, select.POLLIN)
-        try:
-            return bool(look.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
-        except OSError:
-            return True
 
     # ---- answers -------------------------------------------------------------------------------------------------------------
 
@@ -380,8 +294,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._write(status, b"" if body is None else json.dumps(body, allow_nan=False).encode(), "application/json")
 
     def _write(self, status: HTTPStatus, data: bytes, kind: str) -> None:
-        if self.command == "POST" and self._body is None:
-            self.close_connection = True  # its body was not read
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
@@ -393,65 +305,61 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
-        if self.command == "POST" and self._body is None:
-            self._drain()
-
-    def _drain(self) -> None:
-        """Read on for a moment: a client that is still sending would lose the answer with the connection."""
-        self.wfile.flush()
-        left, end = DRAINED, time.monotonic() + 1.0
-        self.connection.settimeout(0.2)
-        with contextlib.suppress(OSError):
-            while left > 0 and time.monotonic() < end and (data := self.connection.recv(1 << 16)):
-                left -= len(data)
+        self.drop_body()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the standard library refuses by itself: lines that are no HTTP, unknown methods."""
-        self.close_connection, self._body = True, None
+        self.close_connection = True
         status = HTTPStatus(code)
         self._send(status, Refused(message or status.phrase, status).body())
-        self.wfile.flush()
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        log.debug(format, *arguments)
 
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def chat_answer(request: ChatRequest, asking: Asking, drawn: SampledTokens, told: Told, speech: Speech) -> dict[str, Any]:
-    """What `POST /v1/chat/completions` answers."""
-    choice: dict[str, Any] = {"index": 0, "message": dict(told.message), "finish_reason": told.finish_reason, "logprobs": None}
-    if request.logprobs:
-        entries = []
-        for token, logp in zip(drawn.tokens, drawn.logp, strict=True):
-            text = speech.decode([token])
-            entries.append({"token": text, "logprob": float(logp), "bytes": list(text.encode()), "top_logprobs": []})
-        choice["logprobs"] = {"content": entries, "refusal": None}
-    asked, written = int(asking.context.size), len(drawn.tokens)
+def chat_answer(
+    request: ChatRequest, asking: Asking, drawn: Sequence[SampledTokens], told: Sequence[Told], speech: Speech
+) -> dict[str, Any]:
+    """What `POST /v1/chat/completions` answers.  Log-probs are of all tokens, those of a stop string among them."""
+    choices = []
+    for place, (one, turn) in enumerate(zip(drawn, told, strict=True)):
+        choice: dict[str, Any] = {
+            "index": place,
+            "message": dict(turn.message),
+            "finish_reason": turn.finish_reason,
+            "logprobs": None,
+        }
+        if request.logprobs:
+            entries = []
+            for token, logp in zip(one.tokens, one.logp, strict=True):
+                text = speech.decode([token])
+                entries.append({"token": text, "logprob": float(logp), "bytes": list(text.encode()), "top_logprobs": []})
+            choice["logprobs"] = {"content": entries, "refusal": None}
+        choices.append(choice)
+    context, written = int(asking.context.size), sum(len(one.tokens) for one in drawn)
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
-        "created": 0,
+        "created": int(time.time()),
         "model": request.model,
-        "system_fingerprint": f"version-{drawn.version}",
-        "choices": [choice],
-        "usage": {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written},
+        "system_fingerprint": f"version-{drawn[0].version}",
+        "choices": choices,
+        "usage": {"prompt_tokens": context, "completion_tokens": written, "total_tokens": context + written},
     }
 
 
 def as_stream(answer: Mapping[str, Any], *, usage: bool) -> bytes:
     """The same as server-sent events, all at once.  usage: with a last event of the token counts."""
-    (choice,) = answer["choices"]
-    head = {"id": answer["id"], "object": "chat.completion.chunk", "created": 0, "model": answer["model"]}
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
-    chunks = [
-        {**head, "choices": [{"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}]},
-        {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}]},
-    ]
+    head = {"id": answer["id"], "object": "chat.completion.chunk", "created": answer["created"], "model": answer["model"]}
+    chunks: list[dict[str, Any]] = []
+    for choice in answer["choices"]:
+        delta, index = dict(choice["message"]), choice["index"]
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
+        said = {"index": index, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+        end = {"index": index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        chunks += [{**head, "choices": [said]}, {**head, "choices": [end]}]
     if usage:
         chunks.append({**head, "choices": [], "usage": answer["usage"]})
     return b"".join(b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"

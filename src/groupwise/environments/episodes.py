@@ -323,7 +323,8 @@ class Talk:
         thinking = bool(tail[1]) and not tail[2].strip()
         if form is None:
             reasoning, content = split_thinking(str(tokenizer.decode(body, skip_special_tokens=True)), thinking)
-            said = Said(content.strip("\n") if reasoning is not None else content, reasoning, ())
+            content = content.strip("\n") if reasoning is not None else content
+            said = Said(content, reasoning, (), content)
         else:
             text = str(tokenizer.decode(body, skip_special_tokens=False))
             said = read_turn(text, form, thinking=thinking, tools=self._kind.schemas)

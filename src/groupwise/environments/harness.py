@@ -26,6 +26,7 @@ from groupwise.environments.endpoint import Desk
 from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
 from groupwise.rewards.worker_process import told
+from groupwise.utils.secrets import environment_of_others
 
 Finished = Callable[[float | None, str], None]
 """Told once, when a harness has ended: the reward (None: none can be given), and what went wrong, or nothing."""
@@ -172,7 +173,7 @@ class ProgramHarness:
             stdin=subprocess.PIPE,
             stdout=printed,
             stderr=errors,
-            env=os.environ | told_of,
+            env=environment_of_others() | told_of,
             start_new_session=True,
         )
         with self._lock:

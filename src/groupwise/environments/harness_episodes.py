@@ -28,6 +28,7 @@ from groupwise.environments.requests import Asked, ChatRequest, Refused, Sampled
 from groupwise.environments.tool_calls import Call
 from groupwise.errors import EnvironmentFailure
 from groupwise.records import Branch, Episode, Finish, Prompt, Sampling, ToolCall, Turn
+from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -316,11 +317,11 @@ class Captured:
         with self._lock:
             if self._over is not None:
                 return
-            self._over, self._reward, self._failure = finish, reward, failure
+            self._over, self._reward, self._failure = finish, reward, scrubbed(failure)
             left = list(self._waiting)
             self._waiting.clear()
         self._refuse(left)
-        self._break_off(failure)
+        self._break_off(self._failure)
         with self._lock:
             resolved = self._advance()
         _resolve(resolved)
@@ -356,7 +357,7 @@ class Captured:
 
     def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens) -> Told:
         """The turn as a message, with its calls noted for the record."""
-        told = self.memory.tell(request, asking, drawn)
+        told = self.memory.tell(request, asking, drawn, self.world.limits.sampling.stop)
         with self._lock:
             turn = self._turns[drawn.turn]
             turn.call_ids = [call.id for call in told.said.calls]

@@ -6,7 +6,6 @@ Two forms: token ids (`POST /inference/v1/generate`, vLLM's) and chat messages (
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -36,6 +35,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 """Parameters that are understood at these values only, which are the same as leaving them out."""
+TEMPERATURES = (0.001, 1000.0)
+"""Beside 0: what single precision can divide logits by."""
+SMALLEST = 1e-6
+"""Of `top_p`: single precision cannot tell less from 0."""
 DRAWN = frozenset(("ignore_eos", "logprobs", "max_tokens", "min_p", "n", "seed", "skip_special_tokens", "stop", "stop_token_ids",
                    "temperature", "top_k", "top_p", "allowed_token_ids", "detokenize", "routed_experts_prompt_start"))  # fmt: skip
 DRAWN_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -53,6 +56,7 @@ DRAWN_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 TOKENS = frozenset(
     ("cache_salt", "features", "model", "priority", "request_id", "return_token_ids", "sampling_params", "stream", "token_ids")
 )
+"""Keys of a request for token ids."""
 
 
 class Refused(Exception):
@@ -167,18 +171,7 @@ class SampledTokens:
 
 def read_token_request(body: Mapping[str, Any], *, vocabulary: int, eos_ids: Sequence[int]) -> TokenRequest:
     """The body of `POST /inference/v1/generate`.  Raises Refused for what cannot be done exactly as it is asked for."""
-    known = {
-        "model",
-        "token_ids",
-        "sampling_params",
-        "cache_salt",
-        "features",
-        "request_id",
-        "priority",
-        "stream",
-        "return_token_ids",
-    }
-    _no_others(body, known)
+    _no_others(body, TOKENS)
     if body.get("features") or body.get("stream"):
         name = "features" if body.get("features") else "stream"
         raise Refused(f"{name} cannot be served here: leave it out", param=name)
@@ -196,8 +189,7 @@ def read_token_request(body: Mapping[str, Any], *, vocabulary: int, eos_ids: Seq
         raise Refused(f"completions end at {list(eos_ids)}: leave ignore_eos out", param="ignore_eos")
     if drawn.get("allowed_token_ids") not in (None, list(range(vocabulary))):
         raise Refused("all tokens of the vocabulary are drawn from: leave allowed_token_ids out", param="allowed_token_ids")
-    if (_integer(drawn, "logprobs", 0, 1) or 0) > 1:
-        raise Refused("only the log-prob of the drawn token is known: logprobs must be 0 or 1", param="logprobs")
+    _integer(drawn, "logprobs", 0, 1)  # of the drawn token; no others are known
     return TokenRequest(np.asarray(ids, dtype=np.int64), _asked(drawn, drawn.get("max_tokens"), "max_tokens"))
 
 
@@ -370,9 +362,9 @@ def _asked(body: Mapping[str, Any], limit: Any, named: str) -> Asked:
         raise Refused("stop must be a string or a list of strings, none of them empty", param="stop")
     top_k = _integer(body, "top_k", -1)
     return Asked(
-        temperature=_number(body, "temperature", 0.0, math.inf),
+        temperature=_number(body, "temperature", *TEMPERATURES, zero=True),
         top_k=0 if top_k == -1 else top_k,  # vLLM writes -1 for all
-        top_p=_number(body, "top_p", 0.0, 1.0),
+        top_p=_number(body, "top_p", SMALLEST, 1.0),
         min_p=_number(body, "min_p", 0.0, 1.0),
         max_tokens=_integer({named: limit}, named, 1),
         stop=tuple(stops),
@@ -381,12 +373,13 @@ def _asked(body: Mapping[str, Any], limit: Any, named: str) -> Asked:
     )
 
 
-def _number(body: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
+def _number(body: Mapping[str, Any], name: str, least: float, most: float, *, zero: bool = False) -> float | None:
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most or not math.isfinite(value):
-        raise Refused(f"{name} must be a number from {least:g}" + (f" to {most:g}" if most < math.inf else ""), param=name)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (least <= value <= most or (zero and value == 0)):
+        raise Refused(f"{name} must be {'0, or ' if zero else ''}a number from {least:g} to {most:g}", param=name)
     return float(value)
 
 

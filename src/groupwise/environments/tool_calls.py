@@ -53,6 +53,8 @@ class Said:
     """What is neither reasoning nor a call."""
     reasoning: str | None
     calls: tuple[Call | BrokenCall, ...]
+    written: str
+    """The content with the text of every call that cannot be read, where it stands."""
 
     def message(self) -> dict[str, Any]:
         """The turn as a chat message, for showing it; the ids of the stream stay those that were sampled."""
@@ -96,16 +98,16 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
     if form not in get_args(CallForm):
         raise ConfigError(f"no form of calls {form!r}; there are: {', '.join(get_args(CallForm))}")
     if form == "channels":
-        content, reasoning, found = _channels(text)
+        content, written, reasoning, found = _channels(text)
     else:
         reasoning, rest = split_thinking(text, thinking)
         known = {name: _kinds_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None}
-        content, found = _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
+        content, written, found = _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
     calls = tuple(
         BrokenCall(one.why, one.text, f"call_{i}") if isinstance(one, _Broken) else Call(*one, f"call_{i}")
         for i, one in enumerate(found)
     )
-    return Said(content, reasoning, calls)
+    return Said(content, reasoning, calls, written)
 
 
 # ---- reasoning ---------------------------------------------------------------------------------------------------------------
@@ -138,11 +140,12 @@ _Kinds = Mapping[str, Sequence[str]]
 """The JSON types that each parameter of a tool may have."""
 
 
-def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, _Found]:
-    """Calls between tags: JSON objects, or with `kinds` functions with parameters."""
-    content, found, place = [], [], 0
+def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, str, _Found]:
+    """Content, the same with broken calls, and calls between tags: JSON objects, or with `kinds` functions with parameters."""
+    content, written, found, place = [], [], [], 0
     while (start := text.find(OPENING, place)) >= 0:
         content.append(text[place:start])
+        written.append(text[place:start])
         body = start + len(OPENING)
         call, end = _json_call(text, body) if kinds is None else _xml_call(text, body, kinds)
         closing = re.compile(rf"\s*{CLOSING}").match(text, end)
@@ -150,16 +153,15 @@ def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, _Found]
             # What follows a call that cannot be read: the next tag, or the end.
             stop = text.find(CLOSING, body)
             place = len(text) if stop < 0 else stop + len(CLOSING)
-            if not isinstance(call, _Broken):
-                call = _Broken(f"the call is not closed: {CLOSING} is missing behind it", text[start:place])
-            elif stop < 0:
-                call = _Broken(f"the call is cut off: there is no {CLOSING}", text[start:])
-            found.append(call)
+            why = call.why if isinstance(call, _Broken) else f"the call is not closed: {CLOSING} is missing behind it"
+            if isinstance(call, _Broken) and stop < 0:
+                why = f"the call is cut off: there is no {CLOSING}"
+            call = _Broken(why, text[start:place])
+            written.append(call.text)
         else:
-            found.append(call)
             place = closing.end()
-    content.append(text[place:])
-    return "".join(content).strip("\n"), found
+        found.append(call)
+    return "".join([*content, text[place:]]).strip("\n"), "".join([*written, text[place:]]).strip("\n"), found
 
 
 def _json_call(text: str, place: int) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
@@ -244,7 +246,7 @@ _MEANT = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"
 """How a call begins; an object that only has a name is an answer in JSON."""
 
 
-def _bare(text: str) -> tuple[str, _Found]:
+def _bare(text: str) -> tuple[str, str, _Found]:
     """Llama's calls: the whole turn is one, or several behind one another with `;` or white space between them."""
     body = text.strip()
     tagged = body.startswith("<|python_tag|>")
@@ -252,17 +254,18 @@ def _bare(text: str) -> tuple[str, _Found]:
     if not tagged and _MEANT.match(body) is None:
         first, _ = _decoded(body, 0)
         if not isinstance(first, dict) or "name" not in first or not {"parameters", "arguments"} & first.keys():
-            return text, []
+            return text, text, []
     found: _Found = []
     place = 0
     while place < len(body):
         value, end = _decoded(body, place)
         if isinstance(value, _Broken):
-            found.append(value)
+            found.append(_Broken(value.why, body[place:]))
             break
         found.append(_call_of(value, "parameters", body[place:end]))
         place = re.compile(r"[\s;]*").match(body, end).end()  # type: ignore[union-attr]
-    return "", found or [_Broken("there is no call behind <|python_tag|>", text)]
+    found = found or [_Broken("there is no call behind <|python_tag|>", text)]
+    return "", "\n".join(one.text for one in found if isinstance(one, _Broken)), found
 
 
 # ---- channels ----------------------------------------------------------------------------------------------------------------
@@ -270,19 +273,23 @@ def _bare(text: str) -> tuple[str, _Found]:
 _HEADER_END, _BODY_END = "<|message|>", re.compile(r"<\|(end|call|return)\|>")
 
 
-def _channels(text: str) -> tuple[str, str | None, _Found]:
+def _channels(text: str) -> tuple[str, str, str | None, _Found]:
     """gpt-oss: messages with a channel and perhaps a recipient; the first continues behind `<|start|>assistant`."""
-    content, reasoning, found = [], [], []
+    content, written, reasoning, found = [], [], [], []
     for header, body, end in _messages(text):
         recipient = re.search(r"to=([^\s<]+)", header)
         channel = re.search(r"<\|channel\|>\s*([a-z]+)", header)
         if recipient is not None:
             found.append(_channel_call(recipient[1], body, end))
+            written += [body or ""] if isinstance(found[-1], _Broken) else []
         elif channel is not None and channel[1] == "analysis":
             reasoning.append(body or "")
         else:
             content.append(body or "")
-    return "\n".join(filter(None, content)), "\n".join(filter(None, reasoning)) or None, found
+            written.append(body or "")
+    joined = ("\n".join(filter(None, texts)) for texts in (content, written, reasoning))
+    shown, whole, thought = joined
+    return shown, whole, thought or None, found
 
 
 def _messages(text: str) -> Iterator[tuple[str, str | None, str | None]]:

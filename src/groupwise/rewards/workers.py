@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from groupwise.errors import RewardError
 from groupwise.rewards.worker_process import Function, message_of, raised_at, receive, send, supervise
+from groupwise.utils.secrets import TOKEN, environment_of_others
 
 START_SECONDS = 600.0
 """Deadline for a worker's start: imports of somebody else's file on a loaded machine with a cold disk."""
@@ -227,7 +228,7 @@ class Failed(Exception):
 def _spawn(
     lifeline: socket.socket, channel: socket.socket, target: str, options: dict[str, Any], quiet: bool, folder: str | None
 ) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    environment = environment_of_others() | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     out = subprocess.DEVNULL if quiet else 2
     descriptors = (lifeline.fileno(), channel.fileno())
     # -P: the folder of this file must not come first on the path.  A session of its own: Ctrl-C reaches the parent only.
@@ -264,6 +265,7 @@ class _Forked:
     @staticmethod
     def _prepare_child(folder: str | None) -> None:
         os.setsid()
+        os.environ.pop(TOKEN, None)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)

@@ -74,7 +74,7 @@ class Serving:
     def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens) -> Told:
         """The turn as a message; it is not kept."""
         # The ids of its calls differ from those of earlier turns.
-        return self.speech.read(replace(drawn, turn=len(request.messages)), request, asking.thinking)
+        return self.speech.read(replace(drawn, turn=len(request.messages)), request, asking.thinking, request.asked.stop)
 
     def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[SampledTokens]]:
         """Queue a request; those with the same sampling are decoded together."""

@@ -30,10 +30,9 @@ from groupwise.models.loading import Blueprint
 from groupwise.records import Sampling
 from groupwise.rewards.user_functions import find_named
 from groupwise.runs.plan import Lines
+from groupwise.utils.secrets import TOKEN, redacted_command
 
 OPENENV = "groupwise.environments.openenv:OpenEnv"
-TOKEN = "GROUPWISE_TOKEN"
-"""Environment variable with the token that requests to the endpoint must bring."""
 
 
 def furnished(recipe: Recipe) -> Recipe:
@@ -159,17 +158,20 @@ def world_lines(recipe: Recipe, source: Source | None) -> Lines:
     settings = recipe.environment
     if settings.asks:
         named = f"verifiers {settings.verifiers}" if settings.verifiers else settings.harness
-        who = " ".join(named) if isinstance(named, tuple) else named
-        return [
+        who = " ".join(redacted_command(named)) if isinstance(named, tuple) else named
+        lines: Lines = [
             ("environment", f"{who} asks for the policy's turns; gives a reward"),
             (
                 "episodes",
                 f"at most {settings.max_turns} turns, {settings.episode_timeout:g} s of its own, {settings.at_once} at once",
             ),
         ]
+        if settings.harness == "outside" and not os.environ.get(TOKEN):
+            lines.append(("warning", f"any user of this machine can take the run's episodes and report rewards: set {TOKEN}"))
+        return lines
     if source is None:
         return []
-    lines: Lines = []
+    lines = []
     for kind in source.kinds.values():
         name = f"{kind.name} ({kind.title})" if kind.name else kind.title if kind.resets else "tools"
         acts = ", ".join(map(name_of, kind.schemas)) + (", " if kind.schemas and kind.steps else "") + ("step" * kind.steps)

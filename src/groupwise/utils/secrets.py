@@ -16,6 +16,15 @@ from itertools import pairwise
 from typing import Any
 
 REDACTED = "[redacted]"
+TOKEN = "GROUPWISE_TOKEN"
+"""Environment variable with the token that requests to the endpoint must bring."""
+
+
+def environment_of_others() -> dict[str, str]:
+    """This process's environment for a process that runs somebody else's code: without the endpoint's token, with which it could
+    take the episodes of others."""
+    return {name: value for name, value in os.environ.items() if name != TOKEN}
+
 
 WORDS = frozenset(
     [

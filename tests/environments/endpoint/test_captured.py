@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -19,6 +21,8 @@ from groupwise.environments import harness_episodes
 from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish, Prompt, Sampling
+from groupwise.rewards.workers import Pool
+from groupwise.runs.environments import unmade, world_lines
 
 from .conftest import ADD, WAIT, play
 
@@ -413,8 +417,6 @@ print(float(answer["choices"][0]["message"]["content"] == str(row["answer"])))
 
 @pytest.mark.slow
 def test_a_program_is_a_harness(worlds, says, a_prompt, tmp_path):
-    import sys
-
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM)
     assert play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says("5")).episode.reward == 1.0
@@ -425,6 +427,30 @@ def test_a_program_is_a_harness(worlds, says, a_prompt, tmp_path):
     assert play(worlds(ProgramHarness([sys.executable, str(file)]), seconds=1.0), a_prompt, says()).finish is Finish.DEADLINE
     file.write_text("print('no reward')")
     assert play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says()).finish is Finish.ERROR
+
+
+def test_the_token_of_the_endpoint_is_not_for_code_of_others(worlds, says, a_prompt, tmp_path, monkeypatch):
+    monkeypatch.setenv("GROUPWISE_TOKEN", "sesame-1234")
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace('print("a log line")', 'assert "GROUPWISE_TOKEN" not in os.environ'))
+    assert play(worlds(ProgramHarness([sys.executable, str(file)]), token="sesame-1234"), a_prompt, says("5")).episode.reward == 1.0
+    with Pool("functools:partial", setup=(os.getenv, "GROUPWISE_TOKEN"), size=1, seconds=WAIT) as pool:
+        assert pool.run("none").value == "none"
+
+
+def test_a_secret_of_a_harness_is_in_no_plan_and_no_record(worlds, says, a_prompt, tmp_path, monkeypatch):
+    monkeypatch.delenv("GROUPWISE_TOKEN", raising=False)
+    key = "sk-abcdefghijkl1mnop"
+    command = [sys.executable, "agent.py", "--api-key", key]
+    shown = str(world_lines(unmade({"harness": command}), None))
+    assert "agent.py --api-key [redacted]" in shown and key not in shown
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM + "import sys; sys.exit(f'the key {sys.argv[2]} is refused')")
+    played = play(worlds(ProgramHarness([sys.executable, str(file), "--api-key", key])), a_prompt, says("5"))
+    assert "the key [redacted] is refused" in played.episode.turns[-1].answer
+    assert "GROUPWISE_TOKEN" in str(world_lines(unmade({"harness": "outside"}), None))
+    monkeypatch.setenv("GROUPWISE_TOKEN", "sesame-1234")
+    assert "GROUPWISE_TOKEN" not in str(world_lines(unmade({"harness": "outside"}), None))
 
 
 def test_a_process_of_somebody_else_fetches_episodes(worlds, says, a_prompt):

@@ -146,7 +146,12 @@ def test_the_token_is_asked_for_everywhere(serve):
         (CHAT | {"temperature": -1}, "temperature"),
         (CHAT | {"temperature": True}, "temperature"),
         (CHAT | {"max_tokens": 0}, "max_tokens"),
-        (CHAT | {"n": 2}, "n is 2"),
+        (CHAT | {"temperature": 1e300}, "temperature"),
+        (CHAT | {"temperature": 1e-300}, "temperature"),
+        (CHAT | {"temperature": False}, "temperature"),
+        (CHAT | {"top_p": 1e-300}, "top_p"),
+        (CHAT | {"messages": [{"role": "user", "content": "\ud83d"}]}, "half of a character"),
+        (CHAT | {"stop": ["\ud83d"]}, "half of a character"),
         (CHAT | {"stop": [""]}, "stop"),
         (CHAT | {"tools": [{"type": "function"}]}, "tools[0]"),
         (CHAT | {"tools": {"a": 1}}, "tools"),
@@ -201,6 +206,40 @@ def test_large_bodies_are_not_read(serve):
     # One that is larger than allowed and sent nevertheless hears why.
     assert ask(endpoint, body=b"x" * (LARGEST + 1)).status_code == 413
     assert ask(endpoint, "GET", "/health").status_code == 200
+
+
+@pytest.mark.parametrize("announced", [b"Content-Length: %d", b"Transfer-Encoding: chunked\r\nX: %d", b"Content-Length: 0%d"])
+def test_the_body_of_a_request_is_no_second_request(serve, announced):
+    endpoint = serve()
+    second = b"GET /v1/models HTTP/1.1\r\nHost: localhost:%d\r\n\r\n" % endpoint.port
+    for method in (b"GET /health", b"GET /nothing", b"PUT /health", b"OPTIONS /health"):
+        head = b"%s HTTP/1.1\r\nHost: localhost:%d\r\n" % (method, endpoint.port)
+        found = raw(endpoint, head + announced % len(second) + b"\r\n\r\n" + second)
+        assert found.count(b"HTTP/1.1 ") == 1, found
+        assert b"Connection: close" in found
+
+
+def test_two_lengths_of_a_body_are_refused(serve):
+    endpoint, body = serve(), json.dumps(CHAT).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n" % endpoint.port
+    lengths = b"Content-Length: %d\r\nContent-Length: %d\r\n\r\n" % (len(body), len(body) + 9)
+    assert b" 411 " in raw(endpoint, head + lengths + body).split(b"\r\n")[0]
+
+
+def test_a_model_that_is_not_served_is_refused(serve):
+    for path, body in (("/v1/chat/completions", CHAT), ("/inference/v1/generate", {"token_ids": [5]})):
+        found = ask(serve(), path=path, body=body | {"model": "gpt-4o"})
+        assert (found.status_code, found.json()["error"]["code"]) == (404, "model_not_found")
+        assert "'gpt-4o'" in found.json()["error"]["message"]
+        assert ask(serve(), path=path, body={key: value for key, value in body.items() if key != "model"}).status_code == 200
+    assert ask(serve(), path="/episodes/known/v1/chat/completions", body=CHAT | {"model": "gpt-4o"}).status_code == 200
+
+
+def test_an_answer_says_when_it_was_made(serve):
+    begun = ask(serve(), "GET", "/v1/models").json()["data"][0]["created"]
+    chunk = json.loads(ask(serve(), body=CHAT | {"stream": True}).text.split("\n")[0].removeprefix("data: "))
+    for found in (ask(serve()).json(), chunk):
+        assert found["created"] >= begun > 1_700_000_000
 
 
 def test_unknown_addresses_and_methods_are_refused(serve):

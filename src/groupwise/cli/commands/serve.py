@@ -9,6 +9,7 @@ import time
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import uncollected
+from groupwise.utils.secrets import TOKEN
 
 EXAMPLES = (
     "groupwise serve my/model --port 8001                  then: groupwise train ... rollout.engine='{name: vllm, servers: [...]}'",
@@ -55,7 +56,7 @@ def _native(given: argparse.Namespace) -> int:
     with uncollected():
         from groupwise.rollout.serving import serve_checkpoint
 
-    token = os.environ.get("GROUPWISE_TOKEN") or None
+    token = os.environ.get(TOKEN) or None
     served_at = serve_checkpoint(given.model, host=given.host, port=given.port, rows=given.rows, dtype=given.dtype, token=token)
     with served_at as served:
         print(f"{served.base_url}  (Ctrl-C ends it)", flush=True)

@@ -102,10 +102,11 @@ def _become_torchrun(given: argparse.Namespace) -> NoReturn:
         raise ConfigError("--nproc starts processes, but a launcher has started this one already: leave --nproc out")
     switches = ("debug", "fresh", "accept_changes", "quiet")
     flags = [f"--{name.replace('_', '-')}" for name in switches if getattr(given, name)] + [f"--timeout={given.timeout}"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.nproc}"]
+    python = [sys.executable, "-P"]  # the working folder may hold a random.py
+    launcher = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.nproc}", "--no-python"]
     # Else torchrun gives every process a single thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.nproc)))
     # Seconds that torchrun gives the others to end once one has failed: nothing is saved then that was not saved before.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, "-m", "groupwise", "train", given.recipe, *given.overrides, *flags])
+    os.execv(sys.executable, [*launcher, *python, "-u", "-m", "groupwise", "train", given.recipe, *given.overrides, *flags])

@@ -1,0 +1,194 @@
+"""The HTTP server that the viewer and the endpoint share: the standard library's, with limits of time and number.
+
+A request must arrive within `Server.seconds` of its connection's being ready for it, however slowly it trickles.  A body that the
+handler does not read is never taken for the next request: the connection ends with the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import ipaddress
+import select
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.utils.terminal import logger
+
+log = logger(__name__)
+
+NOTICED = 0.05
+"""Seconds within which a server notices that it is to stop."""
+DRAINED = 8 << 20
+"""Bytes of an unread body that are dropped behind the answer, so that a client that is still sending hears it."""
+
+
+class Server(ThreadingHTTPServer):
+    """One thread for each connection, at most `connections` at a time.  Use it as a context manager, or `start` and `close`."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 1024
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        handler: type[Handler],
+        *,
+        connections: int = 2048,
+        seconds: float = 30.0,
+    ) -> None:
+        """port: 0 takes a free one.   connections: further ones are closed at once.   seconds: for a request to arrive, and for its
+        answer to be taken.   Raises ConfigError for an address that cannot be listened on.
+        """
+        self.seconds = seconds
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._free = threading.BoundedSemaphore(connections)
+        self._serving = False
+        try:
+            super().__init__((host, port), handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"{host}:{port} cannot be listened on ({error}); name another port, or 0 for any") from error
+        self.host, self.port = host, int(self.server_address[1])
+        self.hosts = {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]", host, f"[{host}]")}
+        """What the header Host of this machine's clients may say."""
+
+    def start(self) -> Any:
+        """Serve in a thread; returns the server."""
+        self._serving = True
+        threading.Thread(target=self.serve_forever, args=(NOTICED,), name=type(self).__name__.lower(), daemon=True).start()
+        return self
+
+    def close(self) -> None:
+        """Stop serving; harmless if called again."""
+        if self._serving:
+            self._serving = False
+            self.shutdown()
+        self.server_close()
+
+    def __enter__(self) -> Any:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, as long as there are not too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """One connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away is no event."""
+        log.debug("a request ended early", exc_info=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection.  A subclass has `do_GET` ... as usual, calls `await_body` before it reads one, and `drop_body` when it has
+    answered."""
+
+    server: Server
+    server_version, sys_version = "groupwise", ""
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1
+
+    def setup(self) -> None:
+        """Read under a time limit."""
+        super().setup()
+        self._incoming = _Incoming(self.connection)
+        self.rfile = io.BufferedReader(self._incoming)
+
+    def handle_one_request(self) -> None:
+        """The next request of the connection, within the limit."""
+        self._incoming.deadline = time.monotonic() + self.server.seconds
+        self.has_body = False
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        """Unless its body is read, the connection ends with the request."""
+        if not super().parse_request():
+            return False
+        lengths = self.headers.get_all("Content-Length", [])
+        self.has_body = "Transfer-Encoding" in self.headers or any(length.strip() != "0" for length in lengths)
+        self._keep = not self.close_connection
+        self.close_connection |= self.has_body
+        self.connection.settimeout(self.server.seconds)  # of the answer
+        return True
+
+    def await_body(self, length: int) -> bytes:
+        """The body, as many bytes as the request has announced.  Raises ConnectionError if the client ends earlier."""
+        self._incoming.deadline = time.monotonic() + self.server.seconds
+        data = self.rfile.read(length)
+        if len(data) < length:
+            raise ConnectionError("the client has closed the connection within its request")
+        self.connection.settimeout(self.server.seconds)
+        self.has_body, self.close_connection = False, not self._keep
+        return data
+
+    def drop_body(self) -> None:
+        """Read on for a moment: a client that is still sending would lose the answer with the connection."""
+        self.wfile.flush()
+        if not self.has_body:
+            return
+        left, end = DRAINED, time.monotonic() + 1.0
+        self.connection.settimeout(0.2)
+        with contextlib.suppress(OSError):
+            while left > 0 and time.monotonic() < end and (data := self.connection.recv(1 << 16)):
+                left -= len(data)
+
+    def hung_up(self) -> bool:
+        """True if the client has closed its connection."""
+        look = select.poll()  # select() knows no descriptors above 1023
+        look.register(self.connection, select.POLLIN)
+        try:
+            return bool(look.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except OSError:
+            return True
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """For those who debug."""
+        log.debug(format, *arguments)
+
+
+class _Incoming(io.RawIOBase):
+    """What a client sends, up to a deadline."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self.deadline = connection, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if (left := self.deadline - time.monotonic()) <= 0.0:
+            raise TimeoutError("the request took too long to arrive")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+def is_loopback(host: str) -> bool:
+    """True if nobody but this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
