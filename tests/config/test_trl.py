@@ -97,7 +97,7 @@ warmup_ratio: 0.1
 save_steps: 20
 eval_strategy: steps
 eval_steps: 0.5
-dataset_name: rows.jsonl
+dataset_name: some/rows
 model_name_or_path: some/model
 """, devices=2)  # fmt: skip
     tree = imported.tree()
@@ -107,7 +107,7 @@ model_name_or_path: some/model
     assert tree["optimizer"]["warmup_steps"] == 10
     assert (tree["save"]["every"], tree["eval"]["every"]) == (5, 13)
     assert (tree["seed"], tree["optimizer"]["schedule"], tree["rollout"]["max_new_tokens"]) == (42, "linear", 512)
-    assert tree["data"] == {"path": "rows.jsonl", "eval_path": "rows.jsonl"}
+    assert tree["data"] == {"path": "some/rows", "eval_path": "some/rows"}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,18 @@ model_name_or_path: some/model
         ("bf16: false", {"model.dtype": "float32"}),
         ("torch_dtype: bfloat16", {"model.dtype": "bfloat16"}),
         ("deepspeed: ds_zero3.json", {"parallel": "zero3"}),
+        ("deepspeed: {zero_optimization: {stage: 3, offload_param: {pin_memory: true, device: cpu}}}",
+         {"parallel": {"name": "zero3", "offload": True}}),
+        ("deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}",
+         {"parallel": {"name": "zero2", "offload": True}}),
+        ("deepspeed: {zero_optimization: {stage: 3, offload_param: {device: none}}}", {"parallel": "zero3"}),
+        ("fsdp: full_shard offload", {"parallel": {"name": "zero3", "offload": True}}),
+        ("fsdp: full_shard\nfsdp_config: {fsdp_offload_params: true}", {"parallel": {"name": "zero3", "offload": True}}),
+        ("use_adaptive_entropy: true\nentropy_coef_max: 0.02\nentropy_target: 0.3",
+         {"group.entropy_target": 0.3, "group.entropy_bonus": 0.02, "group.entropy_step": 0.005}),
+        ("use_adaptive_entropy: true", {"group.entropy_target": 0.2, "group.entropy_bonus": 1.0}),
+        ("entropy_target: 0.3\nentropy_coef: 0.01", {"group.entropy_target": None, "group.entropy_bonus": 0.01}),
+        ("dataset_config: main", {"data.path": "d:main"}),
         ("use_peft: true\nlora_r: 32", {"model.lora": {"rank": 32, "alpha": 32, "targets": "all-linear"}}),
     ],
 )  # fmt: skip
@@ -221,6 +233,143 @@ def test_a_script_is_read_and_never_run() -> None:
     assert any("move short into rewards.py: train.py would train when it is imported" in text for text in imported.needed)
     unread = {line.name: line.value for line in imported.lines if line.fate is None}
     assert unread == {"per_device_train_batch_size": "int(os.environ['B'])", "**": "more"}
+
+
+def rewards_of(imported: Imported) -> list[str]:
+    return [entry["function"] for entry in imported.keys["rewards"]]
+
+
+def script(head: str, trainer: str, config: str = "max_steps=5") -> str:
+    return f"""
+from trl import GRPOConfig, GRPOTrainer
+{head}
+if __name__ == "__main__":
+    args = GRPOConfig({config})
+    trainer = GRPOTrainer(model="m/m", args=args, {trainer})
+    trainer.train()
+"""
+
+
+@pytest.mark.parametrize("name", ["accuracy_reward", "format_reward", "tag_count", "accuracy", "number", "exact", "regex", "model"])
+@pytest.mark.parametrize("kind", ["def {}(completions, **_): return [0.0]", "async def {}(completions): ...", "class {}: ..."])
+def test_a_function_of_the_scripts_is_its_own_whatever_it_is_called(name: str, kind: str) -> None:
+    imported = read(script(kind.format(name), f"reward_funcs=[{name}], train_dataset=load_dataset('d/d')"), "c.py")
+    assert rewards_of(imported) == [f"c.py:{name}"]
+    assert yaml.safe_load(imported.render())["rewards"] == [{"function": f"c.py:{name}"}]
+
+
+@pytest.mark.parametrize(
+    ("head", "named", "function"),
+    [
+        ("from mine import correctness", "correctness", "mine.py:correctness"),
+        ("from mine import accuracy_reward", "accuracy_reward", "mine.py:accuracy_reward"),
+        ("from mine import correctness as accuracy_reward", "accuracy_reward", "mine.py:correctness"),
+        ("from .mine import format_reward", "format_reward", "mine.py:format_reward"),
+        ("import mine", "mine.format_reward", "mine.py:format_reward"),
+        ("import mine as m", "m.format_reward", "mine.py:format_reward"),
+        ("from package.rewards import accuracy_reward", "accuracy_reward", "package/rewards.py:accuracy_reward"),
+        ("from package import rewards", "rewards.accuracy_reward", "package/rewards.py:accuracy_reward"),
+        ("import package.rewards", "package.rewards.accuracy_reward", "package/rewards.py:accuracy_reward"),
+        ("from installed.rewards import accuracy_reward", "accuracy_reward", "installed.rewards:accuracy_reward"),
+        ("from trl.rewards import accuracy_reward", "accuracy_reward", "accuracy"),
+        ("from trl.rewards import think_format_reward as format", "format", "think_format"),
+        ("import trl.rewards", "trl.rewards.accuracy_reward", "accuracy"),
+        ("from open_r1.rewards import tag_count_reward", "tag_count_reward", "tags"),
+        ("from open_r1.rewards import code_reward", "code_reward", "open_r1.rewards:code_reward"),
+    ],
+)
+def test_an_imported_reward_is_named_where_it_comes_from(head: str, named: str, function: str) -> None:
+    Path("mine.py").touch()
+    Path("package").mkdir()
+    Path("package/rewards.py").touch()
+    imported = read(script(head, f"reward_funcs={named}, train_dataset=load_dataset('d/d')"), "c.py")
+    assert rewards_of(imported) == [function]
+    assert not [text for text in imported.needed if "rewards" in text]
+
+
+def test_a_script_in_another_folder_is_named_from_the_working_directory() -> None:
+    Path("sub").mkdir()
+    Path("sub/mine.py").touch()
+    text = script(
+        "from mine import first\ndef second(completions): ...", "reward_funcs=[first, second], train_dataset=load_dataset('d')"
+    )
+    assert rewards_of(read(text, "sub/c.py")) == ["sub/mine.py:first", "sub/c.py:second"]
+
+
+def test_a_function_inside_of_a_function_must_move() -> None:
+    text = script("def main():\n    def inner(completions): ...\n", "reward_funcs=[inner], train_dataset=load_dataset('d')")
+    imported = read(text, "c.py")
+    assert rewards_of(imported) == ["rewards.py:inner"]
+    assert any("move inner into rewards.py: in c.py it stands inside of a function" in said for said in imported.needed)
+    unknown = read(script("", "reward_funcs=[nowhere], train_dataset=load_dataset('d')"), "c.py")
+    assert "rewards" not in unknown.keys
+    assert [line.name for line in unknown.lines if line.fate is None] == ["reward_funcs"]
+
+
+def test_every_argument_of_a_trainer_is_carried_over_or_named() -> None:
+    Path("my_tools.py").touch()
+    head = "from my_tools import search\ndef multiply(a: int, b: int): ...\nclass Room: ...\ndef f(completions): ..."
+    trainer = (
+        "reward_funcs=[f], train_dataset=load_dataset('d'), tools=[multiply, search], environment_factory=Room, "
+        "callbacks=[object()], optimizers=(o, None), rollout_func=drive, processing_class=tokenizer, nonsense=3, eval_dataset=None"
+    )
+    text = script(head, trainer, "max_steps=5, max_tool_calling_iterations=3") + "    trainer.save_model('out')\n"
+    text = text.replace(
+        "trainer.train()", "trainer.train(resume_from_checkpoint=True)\n    trainer.push_to_hub()\n    trainer.odd(1)"
+    )
+    imported = read(text, "c.py")
+    assert imported.tree()["environment"] == {
+        "tools": ["c.py:multiply", "my_tools.py:search"], "factory": "c.py:Room", "max_turns": 4,
+    }  # fmt: skip
+    fates = {line.name: line.fate for line in imported.lines}
+    assert {name: fates[name] for name in ("tools", "environment_factory", "max_tool_calling_iterations")} == dict.fromkeys(
+        ("tools", "environment_factory", "max_tool_calling_iterations"), "changed"
+    )
+    assert {name for name, fate in fates.items() if fate == "missing"} == {"callbacks", "optimizers", "rollout_func"}
+    assert {"processing_class", "train()", "save_model()", "push_to_hub()"} <= {
+        n for n, fate in fates.items() if fate == "unneeded"
+    }
+    assert {name for name, fate in fates.items() if fate is None} == {"nonsense", "odd()"}
+    assert all(name in imported.render() for name in fates)
+    assert all(name in imported.summary() for name in ("callbacks", "rollout_func", "nonsense", "odd()", "tools"))
+    assert (
+        read(script(head, "reward_funcs=[f], train_dataset=d, tools=[lambda x: x]"), "c.py").keys.get("environment.tools") is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "path"),
+    [
+        ("ds.select(range(8))", None),
+        ("ds", None),
+        ("load_dataset('json', data_files='train.jsonl', split='train')", None),
+        ("load_dataset('json', data_files='held.jsonl', split='train')", "held.jsonl"),
+        ("load_dataset('some/rows', split='test')", "some/rows"),
+    ],
+)
+def test_what_is_trained_on_is_not_held_out(evaluation: str, path: str | None) -> None:
+    head = "ds = load_dataset('json', data_files='train.jsonl', split='train')\ndef f(completions): ..."
+    text = script(head, f"reward_funcs=f, train_dataset=ds, eval_dataset={evaluation}", "max_steps=5, eval_strategy='steps'")
+    imported = read(text, "c.py")
+    assert (imported.keys["data.path"], imported.keys.get("data.eval_path")) == ("train.jsonl", path)
+    if path is None:
+        assert any(line.name == "eval_dataset" for line in imported.lines) or any(
+            "data.eval_path" in one for one in imported.needed
+        )
+    text = "num_generations: 8\nmax_steps: 3\ndataset_name: rows.jsonl\neval_strategy: steps\n"
+    assert "data.eval_path" not in read(text).keys
+
+
+def test_what_unknown_arguments_may_set_is_not_written_as_trls_default() -> None:
+    head = "def f(completions): ...\nknown = dict(learning_rate=2e-6, num_generations=4)"
+    trainer = "reward_funcs=f, train_dataset=load_dataset('d')"
+    open_ended = read(script(head, trainer, "max_steps=5, seed=3, **cfg"), "c.py")
+    assert (open_ended.keys["seed"], open_ended.keys["steps"]) == (3, 5)
+    assert not {"optimizer.lr", "group.group_size", "rollout.max_new_tokens", "optimizer.schedule"} & set(open_ended.keys)
+    (said,) = (text for text in open_ended.needed if "**" in text)
+    assert "optimizer.lr 1.0e-06" in said and "group.group_size 8" in said
+    closed = read(script(head, trainer, "max_steps=5, **known"), "c.py").keys
+    assert (closed["optimizer.lr"], closed["group.group_size"], closed["rollout.max_new_tokens"]) == (2e-6, 4, 512)
 
 
 def test_functions_of_a_script_that_trains_only_as_a_program_stay_in_it() -> None:
@@ -328,8 +477,17 @@ def test_a_launchers_configuration_is_no_training_and_says_where_it_goes() -> No
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 8\n", "zero2"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 8\n", "zero3"),
         ("distributed_type: MULTI_GPU\nnum_processes: 8\n", "ddp"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu}\nnum_processes: 8\n",
+            {"name": "zero3", "offload": True},
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\nnum_processes: 8\n",
+            {"name": "zero3", "offload": True},
+        ),
     ]:
-        with pytest.raises(ConfigError, match=f"`parallel: {parallel}`.*--nproc 8"):
+        written = parallel if isinstance(parallel, str) else f"{{name: {parallel['name']}, offload: true}}"
+        with pytest.raises(ConfigError, match=f"`parallel: {re.escape(written)}`.*--nproc 8"):
             read(text, "accelerate.yaml")
         assert read("max_steps: 3\ndeepspeed: accelerate.yaml\n", kind="SFTConfig").keys["parallel"] == parallel
     with pytest.raises(ConfigError, match="`parallel: zero2`"):
@@ -360,8 +518,12 @@ def test_a_model_that_a_script_loads_is_its_path() -> None:
     )
     script = f'NAME = "a/model"\n{loaded}.to("cuda")\nrows = load_dataset("d/d", "main")["train"]\n'
     imported = read(f"{script}DPOTrainer(net, args=DPOConfig(beta=0.2), train_dataset=rows)\n", "dpo.py")
-    assert (imported.keys["model.path"], imported.keys["model.dtype"], imported.keys["data.path"]) == ("a/model", "bfloat16", "d/d")
-    assert {line.name for line in imported.lines if line.fate == "missing"} == {"quantization_config", "dataset_config"}
+    assert (imported.keys["model.path"], imported.keys["model.dtype"], imported.keys["data.path"]) == (
+        "a/model",
+        "bfloat16",
+        "d/d:main",
+    )
+    assert {line.name for line in imported.lines if line.fate == "missing"} == {"quantization_config"}
     assert "model.path" not in " ".join(imported.needed)
     made = "rows = load_dataset('d/d').map(f)\nGRPOTrainer('a/model', 'a/judge', args=GRPOConfig(), train_dataset=rows)\n"
     imported = read(made, "grpo.py")

@@ -9,7 +9,6 @@ so that it means what the configuration meant.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,21 +19,22 @@ from typing import Any
 
 from groupwise.config.schema import closest
 from groupwise.config.settings import REWARDS
-from groupwise.config.strict_yaml import dump
 from groupwise.config.trl import FATES, TABLE, Fate
 from groupwise.config.trl_files import (
     KINDS,
+    OPEN,
     ROLLED,
     SHELL_SCRIPTS,
-    Function,
     Line,
+    Named,
     RewardModel,
-    Unguarded,
+    flow,
     mapping_of,
     parallel_of,
     read_arguments,
     short,
 )
+from groupwise.config.validation import DATA_SUFFIXES
 from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
 
@@ -47,7 +47,9 @@ DEFAULTS: dict[str, Any] = {
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "GRPOConfig": {
         "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "num_iterations": 1, "loss_type": "dapo",
-        "beta": 0.0, "scale_rewards": "group", "epsilon": 0.2, "importance_sampling_level": "token", "use_bias_correction_kl": True,
+        "beta": 0.0, "scale_rewards": "group",
+        "entropy_target": 0.2, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
+        "epsilon": 0.2, "importance_sampling_level": "token", "use_bias_correction_kl": True,
         "vllm_mode": "colocate", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
         "multi_objective_aggregation": "sum_then_normalize", "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
         "vllm_importance_sampling_correction": True,
@@ -65,6 +67,8 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 WRITTEN = ("learning_rate", "num_generations", "max_completion_length", "gradient_checkpointing", "seed")
 """Defaults that are carried over where the configuration does not say them, because ours differ, or may come to."""
+DEFAULT = "TRL's default"
+"""How the comment of a key begins that no argument says."""
 DASHBOARDS = ("tensorboard", "wandb", "mlflow", "trackio")
 ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla", "paged_adamw_32bit", "paged_adamw")
 PRESETS = ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
@@ -74,6 +78,9 @@ REWARD_NAMES = {
     "format_reward": "think_format", "tag_count": "tags", "tag_count_reward": "tags",
 }  # fmt: skip
 """Reward functions of TRL and of well-known scripts that are built in here."""
+
+LIBRARIES = ("trl", "open_r1")
+"""Packages in which these names mean what is built in here."""
 
 OVERLONG = ("get_soft_overlong_punishment", "soft_overlong_punishment")
 """The same for `soft_overlong`, whose arguments TRL's script sets to 1280 and 256."""
@@ -137,7 +144,7 @@ class Imported:
                 yield from self._rendered(value, f"{key}.", f"{indent}  ")
             else:
                 comment = self.comments.get(key, "")
-                yield f"{indent}{name}: {_flow(value)}" + (f"  # {_one_line(comment)}" if comment else "")
+                yield f"{indent}{name}: {flow(value)}" + (f"  # {_one_line(comment)}" if comment else "")
 
 
 def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -> Imported:
@@ -195,7 +202,7 @@ class _Translation:
     def put(self, key: str, value: Any, *names: str, says: str = "") -> None:
         """A key of the recipe, from arguments of these names."""
         said = [name for name in names if name in self.given]
-        source = ", ".join(said) or f"TRL's default {names[0]}"
+        source = ", ".join(said) or f"{DEFAULT} {names[0]}"
         self.keys[key], self.comments[key] = value, f"{source}: {says}" if says else source
         for name in said:
             self.written.setdefault(name, []).append(key)
@@ -217,12 +224,15 @@ class _Translation:
                 self._surrogate,
                 self._sampling,
                 self._rewards,
+                self._environment,
             ):
                 part()
         elif self.kind == "DPOConfig":
             self._pairs()
         elif self.kind == "RewardConfig" and self.given.get("center_rewards_coefficient"):
             self.put("reward_model.centering", float(self.given["center_rewards_coefficient"]), "center_rewards_coefficient")
+        if any(line.name == OPEN for line in unread):
+            self._leave_defaults_open()
         lines = [self._line(name, value) for name, value in self.given.items()]
         order = ["objective", "name", "seed", "steps", "epochs", "batch_size", "parallel"]
         ranked = sorted(self.keys, key=lambda key: (order.index(key) if key in order else len(order), 0))
@@ -234,6 +244,13 @@ class _Translation:
             comments=self.comments,
             needed=tuple(self.needed),
         )
+
+    def _leave_defaults_open(self) -> None:
+        """Take out what stands in the recipe only because TRL's default is so: arguments that are not known may say otherwise."""
+        default = [key for key in self.keys if self.comments.get(key, "").startswith(DEFAULT)]
+        values = ", ".join(f"{key} {flow(self.keys.pop(key))}" for key in default)
+        if values:
+            self.needed.append(f"what {OPEN} sets of these, which are TRL's where it sets nothing: {values}")
 
     def _line(self, name: str, value: Any) -> Line:
         if name in self.notes:
@@ -247,7 +264,7 @@ class _Translation:
         if argument.key is None or argument.fate == "missing":
             return Line(name, value, argument.fate, argument.says)
         keys = self.written.get(name, [])
-        written = ", ".join(f"{key}: {short(_flow(self.keys[key]))}" for key in dict.fromkeys(keys))
+        written = ", ".join(f"{key}: {short(flow(self.keys[key]))}" for key in dict.fromkeys(keys))
         return Line(name, value, argument.fate, written or f"{argument.key}: nothing to write, it is so here")
 
     # ------------------------------------------------------------ parts
@@ -316,22 +333,27 @@ class _Translation:
                 if file.is_file():
                     given = mapping_of(file.read_text(encoding="utf-8"), file)
                     break
-        self.put("parallel", parallel_of({option: given}), option)
+        both = {option: given} | ({"fsdp_config": self.given["fsdp_config"]} if self.given.get("fsdp_config") else {})
+        self.put("parallel", parallel_of(both), *both)
 
     def _data(self) -> None:
-        name = self.given.get("dataset_name")
+        name, config = self.given.get("dataset_name"), self.given.get("dataset_config")
+        split, part = self.given.get("dataset_train_split") or "train", self.given.get("dataset_test_split") or "test"
         if isinstance(name, str):
-            self.put("data.path", name, "dataset_name")
-            split = self.given.get("dataset_train_split")
-            if isinstance(split, str) and split != "train":
+            name = f"{name}:{config}" if config else name
+            self.put("data.path", name, "dataset_name", "dataset_config")
+            if split != "train":
                 self.put("data.split", split, "dataset_train_split")
         else:
             self.needed.append("data.path: a file or hub name")
-        held = self.given.get("eval_dataset_name") or (name if self._evaluates() else None)
-        if isinstance(held, str):
-            self.put("data.eval_path", held, "dataset_name", "eval_dataset_name", says="for evaluation")
-            if isinstance(split := self.given.get("dataset_test_split"), str) and split != "test":
-                self.put("data.eval_split", split, "dataset_test_split")
+        # A script hands the rows over; TRL's command takes another split of the same data set.
+        held = self.given.get("eval_dataset_name") if self.source.endswith(".py") else name if self._evaluates() else None
+        if isinstance(held, str) and (held != name or (part != split and not held.endswith(DATA_SUFFIXES))):
+            self.put("data.eval_path", held, "eval_dataset_name", "dataset_name", says="for evaluation")
+            if part != "test":
+                self.put("data.eval_split", part, "dataset_test_split")
+        elif isinstance(held, str):
+            self.needed.append(f"data.eval_path, or data.eval_fraction: a part of {held} to evaluate on, and not to train on")
         if "eval_dataset_name" in self.given:
             self.note("eval_dataset_name", "same", "data.eval_path")
         if isinstance(column := self.given.get("dataset_prompt_column"), str) and column != "prompt":
@@ -497,9 +519,6 @@ class _Translation:
         boards = [name for name in (report if isinstance(report, list) else [report]) if name in DASHBOARDS]
         if boards:
             self.put("save.report_to", boards, "report_to")
-        if self.given.get("max_tool_calling_iterations"):
-            turns = int(self.given["max_tool_calling_iterations"]) + 1
-            self.note("max_tool_calling_iterations", "changed", f"environment.max_turns: {turns}, with an environment")
 
     def _objective(self) -> None:
         loss = str(self.get("loss_type"))
@@ -528,9 +547,18 @@ class _Translation:
         upper = float(self.given.get("top_entropy_quantile", 1.0))
         if upper < 1.0:
             self.put("group.entropy_quantile", round(1.0 - upper, 12), "top_entropy_quantile")
-        for name, key in (("entropy_coef", "group.entropy_bonus"), ("off_policy_mask_threshold", "group.off_policy_delta")):
-            if self.given.get(name):
-                self.put(key, float(self.given[name]), name)
+        if self.given.get("use_adaptive_entropy"):
+            self.put("group.entropy_target", float(self.get("entropy_target")), "entropy_target", "use_adaptive_entropy")
+            self.put("group.entropy_bonus", float(self.get("entropy_coef_max")), "entropy_coef_max", "use_adaptive_entropy")
+            self.put("group.entropy_step", float(self.get("entropy_coef_delta")), "entropy_coef_delta", "use_adaptive_entropy")
+            self.note("entropy_coef", "changed", "an adaptive coefficient begins at 0")
+        else:
+            for name in ("entropy_target", "entropy_coef_max", "entropy_coef_min", "entropy_coef_delta", "use_adaptive_entropy"):
+                self.note(name, "unneeded", "of use_adaptive_entropy, which is off")
+            if self.given.get("entropy_coef"):
+                self.put("group.entropy_bonus", float(self.given["entropy_coef"]), "entropy_coef")
+        if self.given.get("off_policy_mask_threshold"):
+            self.put("group.off_policy_delta", float(self.given["off_policy_mask_threshold"]), "off_policy_mask_threshold")
         self._moving_reference()
         if "beta" not in self.given:
             return
@@ -614,36 +642,49 @@ class _Translation:
             self.needed.append("rewards: a list of {function: module:function or file.py:function, weight: ...}")
             self.note("reward_weights", "changed", "rewards.N.weight, one in each entry of rewards")
             return
-        known, own, unguarded = [], [], []
+        known, own = [], []
         for place, name in enumerate(functions):
-            arguments: dict[str, Any] = {}
+            entry: dict[str, Any]
             if isinstance(name, RewardModel):
-                function, arguments = "model", {"args": {"path": str(name)}}
+                entry = {"function": "model", "args": {"path": str(name)}}
+            elif isinstance(name, Named):
+                ours = name.place.partition(".")[0] in LIBRARIES and REWARD_NAMES.get(name.name)
+                entry = {"function": ours or self._function(name, "rewards")}
             elif name in OVERLONG:
                 length, cache = self.given.get("max_completion_len", 1280), self.given.get("soft_punish_cache", 256)
-                function, arguments = "soft_overlong", {"args": {"max_tokens": int(length), "cache": int(cache)}}
-            elif name in REWARD_NAMES or name in REWARDS:
-                function = REWARD_NAMES.get(name, name)
-            elif isinstance(name, str) and ":" in name:
-                function = str(name)
-            elif isinstance(name, Unguarded):
-                function = f"rewards.py:{name}"
-                unguarded.append(str(name))
-            elif isinstance(name, Function) or not isinstance(name, str):
-                function = f"{Path(self.source).name}:{name}"
+                entry = {"function": "soft_overlong", "args": {"max_tokens": int(length), "cache": int(cache)}}
+            elif name in REWARD_NAMES or name in REWARDS or ":" in name:
+                entry = {"function": REWARD_NAMES.get(name, name)}
             elif "." in name:  # TRL's dotted path
-                function = ":".join(name.rsplit(".", 1))
+                entry = {"function": ":".join(name.rsplit(".", 1))}
             else:
-                function = f"rewards.py:{name}"
-                own.append(str(name))
+                entry = {"function": f"rewards.py:{name}"}
+                own.append(name)
             weight = weights[place] if isinstance(weights, list) and place < len(weights) else None
-            known.append({"function": function} | arguments | ({} if weight is None else {"weight": float(weight)}))
+            known.append(entry | ({} if weight is None else {"weight": float(weight)}))
         self.put("rewards", known, "reward_funcs", "reward_weights", "reward_model_name_or_path")
-        if unguarded:
-            script = Path(self.source).name
-            self.needed.append(f"rewards: move {', '.join(unguarded)} into rewards.py: {script} would train when it is imported")
         if own:
             self.needed.append(f"rewards: where {', '.join(own)} {'are' if len(own) > 1 else 'is'} (rewards.py is a guess)")
+
+    def _function(self, named: Named, kind: str) -> str:
+        """`module:name` or `file.py:name`; in a file that is still to be written, where a script cannot be imported."""
+        if not named.moved:
+            return f"{named.place}:{named.name}"
+        self.needed.append(f"{kind}: move {named} into {kind}.py: {named.moved}")
+        return f"{kind}.py:{named.name}"
+
+    def _environment(self) -> None:
+        tools, factory = self.given.get("tools"), self.given.get("environment_factory")
+        if tools:
+            self.put("environment.tools", [self._function(tool, "tools") for tool in tools], "tools")
+        if factory:
+            self.put("environment.factory", self._function(factory[0], "environment"), "environment_factory")
+        if turns := self.given.get("max_tool_calling_iterations"):
+            if tools or factory:
+                self.put("environment.max_turns", int(turns) + 1, "max_tool_calling_iterations", says="turns, one more than rounds")
+            else:
+                says = f"environment.max_turns: {int(turns) + 1}, with an environment"
+                self.note("max_tool_calling_iterations", "changed", says)
 
     def _pairs(self) -> None:
         self.put("pairs.beta", float(self.get("beta")), "beta")
@@ -665,15 +706,3 @@ class _Translation:
 
 def _one_line(value: object) -> str:
     return " ".join(str(value).split())
-
-
-def _flow(value: Any) -> str:
-    """A value in one line of YAML."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if isinstance(value, str):
-        plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[A-Za-z]\w*)?", value) and dump({"a": value}) == f"a: {value}\n"
-        return value if plain else json.dumps(value, ensure_ascii=False)
-    return dump({"a": value}).removeprefix("a: ").strip()

@@ -63,17 +63,17 @@ STEPS = "counts optimizer steps; ours counts rollouts, each of group.updates_per
 TABLE: dict[str, Argument] = {
     # ------------------------------------------------------------ GRPOConfig
     "beta": _same("group.beta", "of DPOConfig: pairs.beta"),
-    "cache_implementation": _unneeded("the engine has a paged KV cache of its own"),
+    "cache_implementation": _unneeded("the engine has a KV cache of its own"),
     "cast_lm_head_to_fp32": _unneeded("the softmax over the vocabulary is always taken in float32"),
     "chat_template_kwargs": _missing("chat templates are applied without further arguments; give a template: model.chat_template"),
     "delta": _changed("group.surrogate", "{name: clipped, delta: ...}"),
     "disable_dropout": _changed("model.dropout", "the opposite, off unless set: what is scored is what was sampled"),
     "ds3_gather_for_generation": LAUNCHED,
     "entropy_coef": _same("group.entropy_bonus"),
-    "entropy_coef_delta": _missing("the entropy bonus is constant: group.entropy_bonus"),
-    "entropy_coef_max": _missing("the entropy bonus is constant: group.entropy_bonus"),
-    "entropy_coef_min": _missing("the entropy bonus is constant: group.entropy_bonus"),
-    "entropy_target": _missing("the entropy bonus is constant: group.entropy_bonus"),
+    "entropy_coef_delta": _changed("group.entropy_step", "with use_adaptive_entropy"),
+    "entropy_coef_max": _changed("group.entropy_bonus", "with use_adaptive_entropy: the most that the coefficient becomes"),
+    "entropy_coef_min": _missing("an adaptive coefficient falls to 0"),
+    "entropy_target": _same("group.entropy_target", "with use_adaptive_entropy"),
     "epsilon": _changed("group.surrogate", "{name: clipped, low: ..., high: ...}"),
     "epsilon_high": _changed("group.surrogate", "{name: clipped, low: ..., high: ...}; with cispo {name: cispo, cap: ...}"),
     "generation_batch_size": _changed("group.prompts_per_step", "completions of a rollout: num_generations times the prompts"),
@@ -123,10 +123,10 @@ TABLE: dict[str, Argument] = {
     "top_p": _same("rollout.top_p"),
     "transformers_continuous_batching_config": _unneeded("rollout.engine: native batches continuously"),
     "trust_remote_code": _same("model.trust_remote_code"),
-    "use_adaptive_entropy": _missing("the entropy bonus is constant: group.entropy_bonus"),
+    "use_adaptive_entropy": _changed("group.entropy_target", "the target, with group.entropy_step and group.entropy_bonus"),
     "use_bias_correction_kl": _changed("group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false"),
     "use_transformers_continuous_batching": _unneeded("rollout.engine: native batches continuously"),
-    "use_transformers_paged": _unneeded("rollout.engine: native has a paged cache"),
+    "use_transformers_paged": _unneeded("rollout.engine: native has a cache of its own"),
     "use_vllm": _changed("rollout.engine", "vllm; the default, native, samples in the trainer's process"),
     "vespo_k_neg": _changed("group.surrogate", "{name: vespo, k_neg: ...}"),
     "vespo_k_pos": _changed("group.surrogate", "{name: vespo, k_pos: ...}"),
@@ -310,7 +310,7 @@ TABLE: dict[str, Argument] = {
     "attn_implementation": _changed("model.attention", "shared, packed or single; the kernel is chosen by the device"),
     "bnb_4bit_quant_storage": _missing("weights are float32 or bfloat16"),
     "bnb_4bit_quant_type": _missing("weights are float32 or bfloat16"),
-    "dataset_config": _missing("the configuration of a hub data set cannot be named: save it as a file"),
+    "dataset_config": _changed("data.path", "NAME:CONFIG"),
     "dataset_name": _same("data.path"),
     "dataset_streaming": _missing("rows are read once, before the first step"),
     "dataset_test_split": _same("data.eval_split", "with data.eval_path"),
@@ -337,8 +337,26 @@ TABLE: dict[str, Argument] = {
     "use_dora": _missing("adapters are LoRA's"),
     "use_peft": _changed("model.lora", "{}, or with rank, alpha and targets"),
     "use_rslora": _missing("adapters are LoRA's, scaled by alpha / rank"),
-    # ------------------------------------------------------------ older names, and those of well-known scripts
+    # ------------------------------------------------------------ what trainers take beside the configuration
     "callbacks": _missing("there are no callbacks: a loop of your own over `gw.train(...)` does what they did"),
+    "compute_loss_func": _missing("a loss of your own is a part: group.surrogate: file.py:function"),
+    "compute_metrics": WHOLE,
+    "data_collator": LOADER,
+    "environment_factory": _changed("environment.factory", "file.py:Class; in Python environment=Class"),
+    "eval_dataset": _changed("data.eval_path", "a file or hub name; in Python data={'path': ..., 'eval_path': rows}"),
+    "formatting_func": _missing("rows are read as they are: data.template makes the prompt from columns"),
+    "optimizer_cls_and_kwargs": _missing("the optimizer is AdamW with float32 state"),
+    "optimizers": _missing("the optimizer is AdamW with float32 state, and its schedule optimizer.schedule"),
+    "peft_config": _changed("model.lora", "{rank: ..., alpha: ..., targets: ...}"),
+    "preprocess_logits_for_metrics": WHOLE,
+    "processing_class": _unneeded("the tokenizer is the checkpoint's; in Python tokenizer=..., beside a loaded model"),
+    "quantization_config": _missing("weights are float32 or bfloat16"),
+    "ref_model": _missing("the reference is the policy as it was before its first step"),
+    "reward_processing_classes": _unneeded("a reward model's tokenizer is its checkpoint's"),
+    "rollout_func": _missing("who samples for itself is a harness: environment.harness"),
+    "tools": _changed("environment.tools", "[file.py:function, ...]; in Python tools=[function, ...]"),
+    "train_dataset": _changed("data.path", "a file or hub name; in Python data=rows"),
+    # ------------------------------------------------------------ older names, and those of well-known scripts
     "chat_template": _same("model.chat_template"),
     "dataset_prompt_column": _changed("data.columns", "{prompt: ...}"),
     "evaluation_strategy": _changed("eval.every", "with steps: eval_steps; no and epoch: before the first step and after the last"),
@@ -361,6 +379,20 @@ TABLE: dict[str, Argument] = {
     "warmup_ratio": _changed("optimizer.warmup_steps", "optimizer steps: the ratio of all of them"),
 }
 """TRL's argument -> what becomes of it."""
+
+CALLS: dict[str, Argument] = {
+    "add_callback": TABLE["callbacks"],
+    "create_model_card": _unneeded("`final/README.md` is one"),
+    "evaluate": _unneeded("what is held out is evaluated after the last step; groupwise eval RUN does it again"),
+    "log_metrics": LOG,
+    "predict": _unneeded("groupwise eval RUN"),
+    "push_to_hub": NO_HUB,
+    "save_metrics": LOG,
+    "save_model": _unneeded("`final/` is the trained model"),
+    "save_state": _unneeded("every checkpoint is whole"),
+    "train": _unneeded("the same command resumes the run"),
+}
+"""What a script calls of a trainer -> what becomes of it."""
 
 NAMES: dict[str, tuple[str, str]] = {
     name: (found.key, found.says) for name, found in TABLE.items() if found.key is not None and found.fate != "missing"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.strict_yaml import parse, parse_value
-from groupwise.config.trl import TABLE, Fate
+from groupwise.config.strict_yaml import dump, parse, parse_value
+from groupwise.config.trl import CALLS, TABLE, Argument, Fate
 from groupwise.errors import ConfigError
 
 KINDS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "RewardConfig": "reward", "DPOConfig": "dpo"}
@@ -68,6 +68,18 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def flow(value: Any) -> str:
+    """A value in one line of YAML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[A-Za-z]\w*)?", value) and dump({"a": value}) == f"a: {value}\n"
+        return value if plain else json.dumps(value, ensure_ascii=False)
+    return dump({"a": value}).removeprefix("a: ").strip()
+
+
 def mapping_of(text: str, file: Path) -> dict[str, Any]:
     """The arguments of a YAML or JSON file by name.  Raises ConfigError."""
     tree, problems = parse(text, file.name)  # JSON is YAML
@@ -81,11 +93,11 @@ def mapping_of(text: str, file: Path) -> dict[str, Any]:
 
 def _kind_of(given: Mapping[str, Any], file: Path) -> str:
     if "distributed_type" in given or "zero_optimization" in given:
-        processes = given.get("num_processes")
+        processes, parallel = given.get("num_processes"), parallel_of(given)
         start = f" and start it with `groupwise train RECIPE --nproc {processes}`" if isinstance(processes, int) else ""
         raise ConfigError(
             f"{file} says how the weights are sharded, not what is trained: import the arguments of the trainer, "
-            f"write `parallel: {parallel_of(given)}` into the recipe{start}"
+            f"write `parallel: {flow(parallel)}` into the recipe{start}"
         )
     for kind, names in TELLING.items():
         if any(name in given for name in names):
@@ -167,23 +179,27 @@ def _plain(word: str) -> Any:
     return word if problems else tree.plain()
 
 
-def parallel_of(given: object) -> str:
+def parallel_of(given: object) -> str | dict[str, Any]:
     """`parallel` for a configuration of DeepSpeed, of FSDP, or of accelerate, or for the name of its file."""
     text = json.dumps(given, default=str).lower()
-    if re.search(r'zero_?3|stage_?3|stage": 3|full_shard', text):
-        return "zero3"
-    if "fsdp" in text and not re.search(r"grad_op|fsdp_reshard_after_forward\": false", text):
-        return "zero3"
-    return "zero2" if re.search(r'zero_?2|stage_?2|stage": 2|grad_op|fsdp', text) else "ddp" if "multi_gpu" in text else "auto"
+    whole = "fsdp" in text and not re.search(r"grad_op|fsdp_reshard_after_forward\": false", text)
+    name = "zero3"
+    if not whole and not re.search(r'zero_?3|stage_?3|stage": 3|full_shard', text):
+        name = "zero2" if re.search(r'zero_?2|stage_?2|stage": 2|grad_op|fsdp', text) else "ddp" if "multi_gpu" in text else "auto"
+    return {"name": name, "offload": True} if name in ("zero2", "zero3") and OFFLOADED.search(text) else name
+
+
+OFFLOADED = re.compile(r'offload\w*": (\{[^{}]*"device": )?("cpu"|"nvme"|true)|fsdp": "[^"]*\boffload\b')
+"""What keeps parameters or the optimizer's state in host memory, in JSON."""
 
 
 def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
-    """The class, the arguments that could be read, and those that could not."""
+    """The class, the arguments that could be read, and lines for what else the script says."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no Python that can be read: {error}") from error
-    names = _constants(tree)
+    script = _Script(file, tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     made = [(name, call) for call in calls if (name := _called(call)) in KINDS and (kind is None or name == kind)]
     if not made:
@@ -198,44 +214,157 @@ def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, 
         places = ", ".join(f"{name} in line {call.lineno}" for name, call in made)
         raise ConfigError(f"{file} makes {len(made)} configurations ({places}): keep one of them in a file of its own")
     found, call = made[0]
-    given: dict[str, Any] = {}
-    unread: list[Line] = []
-
-    def read(node: ast.Call, renamed: Mapping[str, str]) -> None:
-        for keyword in node.keywords:
-            if renamed and keyword.arg not in renamed:
-                continue
-            name = renamed[str(keyword.arg)] if renamed else keyword.arg or "**"
-            known, value = _functions(keyword.value, names) if name == "reward_funcs" else _value(keyword.value, names)
-            if known and keyword.arg is not None:
-                given[name] = value
-            else:
-                unread.append(Line(name, ast.unparse(keyword.value), None, "an expression: say it in the recipe"))
-
-    read(call, {})
     trainer = found.replace("Config", "Trainer")
+    given: dict[str, Any] = {}
+    lines: list[Line] = []
+    for keyword in call.keywords:
+        known, value = _value(keyword.value, script.names)
+        if keyword.arg is None and known and isinstance(value, dict):  # **{...}
+            given |= value
+        elif keyword.arg is None:
+            lines.append(Line(OPEN, ast.unparse(keyword.value), None, "arguments that are not known: say them in the recipe"))
+        else:
+            script.read(keyword.arg, keyword.value, given, lines)
     for other in calls:
         name = _called(other)
         if name == trainer:
-            said = [*zip(("model", "reward_funcs"), other.args, strict=False)] if found in ROLLED else [("model", *other.args[:1])]
-            other.keywords += [ast.keyword(arg=pair[0], value=pair[1]) for pair in said if len(pair) == 2]
-            model = next((keyword.value for keyword in other.keywords if keyword.arg == "model"), None)
-            loaded, left = _loaded(model, names)
-            given |= {name: value for name, value in loaded.items() if name not in given}
-            unread += left
-            read(other, {"reward_funcs": "reward_funcs"} | ({} if loaded else {"model": "model_name_or_path"}))
-            for keyword in other.keywords:
-                if keyword.arg in ("train_dataset", "eval_dataset"):
-                    rows = _dataset(keyword.value, names, keyword.arg)
-                    given |= rows
-                    unread += [] if rows else [_made_by_the_script(keyword.arg, keyword.value)]
+            _of_trainer(found, other, script, any(_called(one) == "LoraConfig" for one in calls), given, lines)
         elif name == "LoraConfig":
             given.setdefault("use_peft", True)
-            read(other, {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
-                         "target_modules": "lora_target_modules"})  # fmt: skip
-    if isinstance(functions := given.get("reward_funcs"), list) and _trains_when_imported(tree):
-        given["reward_funcs"] = [Unguarded(name) if isinstance(name, Function) else name for name in functions]
-    return found, given, unread
+            for keyword in other.keywords:
+                if keyword.arg in LORA:
+                    script.read(LORA[keyword.arg], keyword.value, given, lines)
+        elif isinstance(other.func, ast.Attribute) and script.is_trainer(other.func.value, trainer):
+            said = ", ".join(map(ast.unparse, (*other.args, *(keyword.value for keyword in other.keywords))))
+            if name != "train" or said:
+                lines.append(Line(f"{name}()", said, *(_fate(CALLS[name]) if name in CALLS else (None, "not known"))))
+    return found, given, lines
+
+
+OPEN = "**"
+"""The name of a line for arguments that are not even known by name."""
+LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules"}
+"""Arguments of peft's LoraConfig, as TRL's ModelConfig calls them."""
+OBJECTS = ("reward_funcs", "tools", "environment_factory")
+"""Arguments that hold functions and classes."""
+
+
+def _of_trainer(kind: str, call: ast.Call, script: _Script, adapted: bool, given: dict[str, Any], lines: list[Line]) -> None:
+    """Adds what the call that makes the trainer says.   adapted: the script makes a LoraConfig."""
+    order = {"SFTConfig": SFT_ORDER, "RewardConfig": SFT_ORDER, "DPOConfig": DPO_ORDER}.get(kind, GRPO_ORDER)
+    said = dict(zip(order, call.args, strict=False)) | {keyword.arg or OPEN: keyword.value for keyword in call.keywords}
+    loaded, left = _loaded(said.get("model"), script.names)
+    given |= {name: value for name, value in loaded.items() if name not in given}
+    lines += left
+    for name, node in said.items():
+        if name == "args" or (isinstance(node, ast.Constant) and node.value is None):
+            continue
+        if name == "model":
+            if not loaded:
+                script.read("model_name_or_path", node, given, lines)
+        elif name in OBJECTS:
+            script.read(name, node, given, lines)
+        elif name in ("train_dataset", "eval_dataset"):
+            rows = _dataset(node, script.names, name)
+            given |= rows
+            lines += [] if rows else [_made_by_the_script(name, node)]
+        elif name != "peft_config" or not adapted:  # a LoraConfig is read where it is made
+            lines.append(Line(name, ast.unparse(node), *(_fate(TABLE[name]) if name in TABLE else (None, "no argument of TRL's"))))
+
+
+GRPO_ORDER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
+SFT_ORDER = ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+DPO_ORDER = ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A function or a class of a script, or that a script imports."""
+
+    name: str
+    place: str
+    """`module` or `path/to/file.py`: what a recipe writes before the name."""
+    moved: str = ""
+    """Why it must be moved to a file of its own; empty if it can be named where it is."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _Script:
+    """The names of a script."""
+
+    def __init__(self, file: Path, tree: ast.Module) -> None:
+        self.file, self.names, self._trains = file, _constants(tree), _trains_when_imported(tree)
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        self._own = {node.name for node in tree.body if isinstance(node, kinds)}
+        self._inner = {node.name for node in ast.walk(tree) if isinstance(node, kinds)} - self._own
+        self._imported: dict[str, tuple[str, str]] = {}
+        """Local name -> module and the name in it; the name is empty for a module."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for one in node.names:
+                    module = one.name if one.asname else one.name.partition(".")[0]
+                    self._imported[one.asname or module] = (module, "")
+            elif isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                self._imported |= {one.asname or one.name: (module, one.name) for one in node.names}
+
+    def read(self, name: str, node: ast.expr, given: dict[str, Any], lines: list[Line]) -> None:
+        """Adds an argument to what is given, or to the lines if its value is not known."""
+        known, value = self._objects(node) if name in OBJECTS else _value(node, self.names)
+        if known:
+            given[name] = value
+        else:
+            lines.append(Line(name, ast.unparse(node), None, "an expression: say it in the recipe"))
+
+    def is_trainer(self, node: ast.expr, trainer: str) -> bool:
+        """True for the call that makes the trainer, and for the variable that holds it."""
+        node = self.names.get(node.id, node) if isinstance(node, ast.Name) else node
+        return isinstance(node, ast.Call) and _called(node) == trainer
+
+    def _objects(self, node: ast.expr) -> tuple[bool, Any]:
+        """Functions and classes, and the folders of reward models: whether all are known, and a list of them."""
+        while isinstance(node, ast.Name) and node.id in self.names and node.id not in self._own:
+            following = self.names[node.id]
+            if following is node or (isinstance(following, ast.Name) and following.id == node.id):
+                break
+            node = following
+        found: list[Named | RewardModel] = []
+        for one in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
+            known, value = _value(one, self.names)
+            thing = RewardModel(value) if known and isinstance(value, str) else self._named(one)
+            if thing is None:
+                return False, None
+            found.append(thing)
+        return True, found
+
+    def _named(self, node: ast.expr) -> Named | None:
+        *inside, name = ast.unparse(node).split(".") if isinstance(node, ast.Name | ast.Attribute) else [""]
+        root = inside[0] if inside else name
+        if not inside and name in self._own:
+            moved = f"{self.file.name} would train when it is imported" if self._trains else ""
+            return Named(name, shown_path(self.file), moved)
+        if not inside and name in self._inner:
+            return Named(name, shown_path(self.file), f"in {self.file.name} it stands inside of a function or a class")
+        if root not in self._imported:
+            return None
+        module, attribute = self._imported[root]
+        if inside:
+            return Named(name, self._place(".".join(filter(None, (module, attribute, *inside[1:])))))
+        return Named(attribute, self._place(module)) if attribute else None
+
+    def _place(self, module: str) -> str:
+        """A module, or its file if that lies beside the script."""
+        name = module.lstrip(".")
+        beside = self.file.parent.joinpath(*[".."] * (len(module) - len(name) - 1), *name.split(".")).with_suffix(".py")
+        return shown_path(beside) if name and beside.is_file() else name
+
+
+def shown_path(file: Path) -> str:
+    """A path from the working directory, if the file lies there."""
+    path, here = file.resolve(), Path.cwd().resolve()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file.name
 
 
 ROLLED = ("GRPOConfig", "RLOOConfig")
@@ -257,14 +386,14 @@ def _loaded(node: ast.expr | None, names: Mapping[str, ast.expr]) -> tuple[dict[
     for keyword in node.keywords:
         known, value = _value(keyword.value, names)
         if keyword.arg == "quantization_config":
-            left.append(Line(keyword.arg, ast.unparse(keyword.value), *_fate("load_in_4bit")))
+            left.append(Line(keyword.arg, ast.unparse(keyword.value), *_fate(TABLE["load_in_4bit"])))
         elif known and keyword.arg in ("dtype", "torch_dtype", "attn_implementation", "trust_remote_code"):
             given[keyword.arg] = value
     return given, left
 
 
-def _fate(name: str) -> tuple[Fate, str]:
-    return TABLE[name].fate, TABLE[name].says
+def _fate(row: Argument) -> tuple[Fate, str]:
+    return row.fate, row.says
 
 
 def _called(call: ast.Call) -> str:
@@ -299,6 +428,9 @@ def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> tup
         case ast.Dict(keys=keys, values=values):
             pairs = [(_value(k, names, depth + 1), _value(v, names, depth + 1)) for k, v in zip(keys, values, strict=True) if k]
             return len(pairs) == len(keys) and all(k[0] and v[0] for k, v in pairs), {str(k[1]): v[1] for k, v in pairs}
+        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=pairs) if all(pair.arg for pair in pairs):
+            found = {str(pair.arg): _value(pair.value, names, depth + 1) for pair in pairs}
+            return all(known for known, _ in found.values()), {name: value for name, (_, value) in found.items()}
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             known, value = _value(inner, names, depth + 1)
             return known and isinstance(value, int | float), -value if isinstance(value, int | float) else None
@@ -311,16 +443,8 @@ def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> tup
     return False, None
 
 
-class Function(str):
-    """The name of a function of a script."""
-
-
 class RewardModel(str):
     """The folder or hub name of a reward model in the place of a function."""
-
-
-class Unguarded(Function):
-    """The name of a function of a script that trains when it is imported."""
 
 
 def _trains_when_imported(tree: ast.Module) -> bool:
@@ -333,24 +457,6 @@ def _trains_when_imported(tree: ast.Module) -> bool:
 
 def _is_guard(node: ast.If) -> bool:
     return any(isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(node.test))
-
-
-def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> tuple[bool, Any]:
-    """Reward functions: names of the script's own, or of what it imports."""
-    if isinstance(node, ast.Name) and node.id in names:
-        return _functions(names[node.id], {name: value for name, value in names.items() if name != node.id})
-    elements = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-    found: list[str] = []
-    for one in elements:
-        if isinstance(one, ast.Name) and isinstance(known := names.get(one.id), ast.Constant):
-            one = known
-        if isinstance(one, ast.Constant) and isinstance(one.value, str):
-            found.append(RewardModel(one.value))
-        elif isinstance(one, ast.Name):
-            found.append(Function(one.id))
-        else:
-            return False, None
-    return True, found
 
 
 def _computed(a: float, operator: ast.operator, b: float) -> tuple[bool, Any]:
@@ -400,8 +506,9 @@ def _dataset(node: ast.expr, names: Mapping[str, ast.expr], which: str) -> dict[
         if not known or not isinstance(name, str):
             return {}
         split = None
+    part = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg == "name"), None)
+    if node.args[0].value not in FILES and isinstance(part, ast.Constant) and part.value:
+        name = f"{name}:{part.value}"
     if which == "train_dataset":
-        part = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg == "name"), None)
-        config = {"dataset_config": part.value} if isinstance(part, ast.Constant) and part.value else {}
-        return {"dataset_name": name} | config | ({"dataset_train_split": split} if split else {})
+        return {"dataset_name": name} | ({"dataset_train_split": split} if split else {})
     return {"eval_dataset_name": name} | ({"dataset_test_split": split} if split else {})
