@@ -261,7 +261,7 @@ def test_the_card_names_the_model_that_nobody_of_ours_trained(there: Path, tmp_p
 
 # ---------------------------------------------------------------- the examples of --help
 
-ELSEWHERE = {"serve": "it needs vLLM in an environment of its own", "install-vllm": "it fetches 2.5 GB"}
+ELSEWHERE = {"serve": "it needs vLLM in an environment of its own", "install-vllm": "it fetches 2.5 GB", "get": "it fetches 93 MB"}
 """Commands whose examples no test runs, and why."""
 
 

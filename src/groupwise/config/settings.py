@@ -189,7 +189,8 @@ class ModelSettings:
     """The policy: where it comes from and in which precision it computes."""
 
     path: str | None = None
-    """A Hugging Face checkpoint folder, a hub name, or `stage:NAME` for the final model of an earlier stage."""
+    """A Hugging Face checkpoint folder, a hub name, a GGUF file, a packaged model (`groupwise get`), or `stage:NAME` for the final
+    model of an earlier stage."""
     scratch: ScratchSettings | None = None
     """Instead of `path`: start from random weights."""
     dtype: Literal["float32", "bfloat16", "autocast"] = "float32"

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from groupwise.config.engines import ENGINES, engine_traits
 from groupwise.config.live_objects import LIVE
+from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
 from groupwise.config.schema import closest, show
 from groupwise.config.settings import (
     ALONE,
@@ -137,9 +138,13 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
         return f"no stage {stage!r} runs before this one ({known}){closest(stage, earlier)}"
     if wrong := _unspeakable(path):
         return wrong
+    if is_packaged(path):
+        return None if packaged_folder(path).is_dir() else not_fetched(path)
     folder = expanded(path)
+    if folder.is_file() and folder.suffix.lower() == ".gguf":
+        return None
     if folder.is_dir():
-        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")) or any(folder.glob("*.gguf")):
             return None
         inside = sorted(
             str(one.parent.relative_to(folder)) for one in (*folder.glob("final/config.json"), *folder.glob("*/final/config.json"))
@@ -147,7 +152,7 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
         meant = f"; did you mean {path.rstrip('/')}/{inside[0]}?" if inside else ""
         return f"the folder {path!r} is not a model: it holds no config.json{meant}"
     if folder.exists():
-        return f"{path!r} is a file; a model is a folder in Hugging Face's format"
+        return f"{path!r} is a file; a model is a folder in Hugging Face's format, or a .gguf file"
     if _means_local(path):
         return f"no such folder {path!r}{near_path(folder)}"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _cached("models", path):

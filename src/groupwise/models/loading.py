@@ -40,6 +40,7 @@ from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_t
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import rope
 from groupwise.models.attention import use_packed_attention
+from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
 from groupwise.models.policy import Policy
@@ -102,7 +103,7 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     if path.startswith(LIVE):
         raise missing(path, "model.path")
     try:
-        Path(path).exists()
+        settings = replace(settings, path=(path := checkpoint_folder(path)))
     except OSError as error:  # no name of a file, nor of anything on the hub
         shown = path if len(path) <= 200 else f"{path[:200]}... ({len(path)} characters)"
         raise ConfigError(f"model.path: {shown!r} cannot be looked for: {error.strerror}") from error

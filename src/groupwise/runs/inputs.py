@@ -23,6 +23,7 @@ from groupwise.config.recipes import run_folder
 from groupwise.config.settings import PARTS, Recipe
 from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError
+from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
 from groupwise.rewards.find import LiveReward
 from groupwise.rewards.step_rewards import ProcessReward
@@ -196,7 +197,7 @@ def _weights(path: str) -> dict[str, Any] | None:
 
 def _weight_files(path: str) -> list[Path]:
     """Files with a model's weights; of an adapter also those of its base."""
-    folder = expanded(path)
+    folder = expanded(checkpoint_folder(path))
     own = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")])
     return [*own, *_weight_files(read_adapter(folder))] if (folder / ADAPTER_CONFIG).is_file() else own
 

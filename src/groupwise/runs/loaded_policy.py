@@ -25,6 +25,7 @@ from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
 from groupwise.errors import ConfigError, DataError, EngineError
 from groupwise.models import loading
+from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
@@ -314,8 +315,7 @@ def model_folder(path: str) -> str:
 
     Raises ConfigError or CheckpointError if there is none.
     """
-    if expanded(path).is_dir():
-        return str(policy_folder(path))
-    if wrong := wrong_model(path):
+    if wrong := None if expanded(path).is_dir() else wrong_model(path):
         raise ConfigError(wrong)
-    return path
+    path = checkpoint_folder(path)
+    return str(policy_folder(path)) if expanded(path).is_dir() else path

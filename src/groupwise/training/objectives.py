@@ -12,6 +12,7 @@ from typing import Any
 from groupwise.config.settings import Recipe, positions_of
 from groupwise.data.load import Data, load_demonstrations, load_pairs, load_solutions
 from groupwise.data.templates import Tools
+from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.loading import Blueprint, make_policy
 from groupwise.models.lora import adapt
 from groupwise.models.policy import Policy
@@ -36,7 +37,9 @@ def adapted(recipe: Recipe, policy: Policy) -> Policy:
     """The policy with its adapter and its dropout, where the recipe asks for them."""
     settings = recipe.model
     policy = replace(policy, dropout=recipe.seed if settings.dropout else None)
-    return policy if settings.lora is None else adapt(policy, settings.lora, base=str(settings.path), seed=recipe.seed)
+    if settings.lora is None:
+        return policy
+    return adapt(policy, settings.lora, base=checkpoint_folder(str(settings.path)), seed=recipe.seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
