@@ -99,7 +99,8 @@ STEP = re.compile(r"step \d+/\d+ ")
 PARTS = (
     Part(
         "A fresh clone",
-        "Python 3.11 or 3.12 and make are needed, and nothing else. `make demo` makes a virtual environment, installs, and runs\n"
+        "Linux or macOS (on Windows: WSL), Python 3.11 or 3.12 and make are needed, and nothing else. `make demo` makes a virtual\n"
+        "environment, installs, and runs\n"
         "`recipes/demo.yaml`: a model of 0.4M parameters learns three-digit addition from demonstrators who forget carries. Then\n"
         "GRPO is told only whether an answer is right.",
         runs=(Run("make demo", lines=(0, 45), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),

@@ -122,3 +122,16 @@ def test_types_and_style_have_no_findings(check_types: Callable[..., None], tmp_
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings | {"extraPaths": [source], "stubPath": str(ROOT / "typings")}))
     command = ["pyright", "--project", str(tmp_path / "pyrightconfig.json"), "--pythonpath", sys.executable, source]
     check_types(command, tmp_path, dict(os.environ), behind="\n# pyright: standard\n")
+
+
+@pytest.mark.parametrize("how", [{"PYTHONOPTIMIZE": "1"}, {"PYTHONOPTIMIZE": "2"}])
+def test_python_that_leaves_checks_out_is_refused(how: dict[str, str]) -> None:
+    found = subprocess.run([sys.executable, "-c", "import groupwise"], env=os.environ | how, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "which `python -O` and PYTHONOPTIMIZE leave out: start Python without them" in found.stderr
+
+
+def test_the_system_that_is_needed_is_said() -> None:
+    """Locks, limits and sockets are POSIX's."""
+    assert "Operating System :: POSIX" in project()["classifiers"]
+    assert "on Windows: WSL" in (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")

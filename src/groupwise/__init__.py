@@ -15,6 +15,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if not __debug__:
+    raise ImportError(
+        "groupwise checks its records by assert, which `python -O` and PYTHONOPTIMIZE leave out: start Python without them"
+    )
+
 if TYPE_CHECKING:
     from groupwise.algorithms.registry import ALGORITHMS, resolve
     from groupwise.config.recipes import load_recipe, load_stages

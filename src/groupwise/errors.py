@@ -120,6 +120,11 @@ class MemoryExceeded(GroupwiseError):
     exit_code = 9
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """True if an error says that memory does not suffice: CUDA's has a type, that of torch's allocator for CPUs only a message."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
 class PeerError(GroupwiseError):
     """Another process of the run that ended or does not answer."""
 

@@ -7,13 +7,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from groupwise.environments import workers
 from groupwise.environments.threads import Threads
-from groupwise.errors import EnvironmentFailure
+from groupwise.errors import ConfigError, EnvironmentFailure
 
 
 def whoami() -> str:
@@ -100,3 +101,12 @@ def test_a_thread_that_is_busy_at_the_end_ends_when_it_has_finished() -> None:
     _, thread = waiting.result(60.0)
     thread.join(60.0)
     assert not thread.is_alive()
+
+
+def test_a_folder_for_temporary_files_whose_name_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has 107 characters at most."""
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(ConfigError, match="set TMPDIR to a shorter path"):
+        workers.Rooms(("live:whoami",), {}, {}, given={"live:whoami": whoami}).close()

@@ -591,3 +591,16 @@ def test_on_cuda_its_step_is_not_taken(tiny_policy: Callable, random_samples: Ca
     for factor in (1.0, 2.0):
         taken = update(policy, partial(loss, factor=factor), random_samples(), optimizer, budget=10_000).stats
         assert taken.skipped == (factor != 1.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_layer_of_an_mlp_with_a_forward_of_its_own_runs_it(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
+    """Also one that somebody put in after the policy was made."""
+    policy = tiny_policy(family)
+    (batch,) = pack(random_samples(), 10_000)
+    mlp = policy.model.base_model.layers[0].mlp if family == "llama" else policy.model.base_model.h[0].mlp
+    layer = mlp.up_proj if family == "llama" else mlp.c_fc
+    layer.forward = lambda x: 2.0 * type(layer).forward(layer, x)
+    expected = policy.forward(batch).hidden_PD
+    with fused_modules(policy.model):
+        torch.testing.assert_close(policy.forward(batch).hidden_PD, expected, rtol=1e-4, atol=1e-4)

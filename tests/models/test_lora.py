@@ -19,7 +19,7 @@ from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import LoraSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
-from groupwise.models.loading import load_policy
+from groupwise.models.loading import load_policy, make_policy
 from groupwise.models.lora import adapt
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Answer, add_head, score_tokens, wrap_scorer
@@ -287,3 +287,47 @@ def test_an_adapter_that_does_not_say_its_base(tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(json.dumps(text))
         with pytest.raises(ConfigError, match=message):
             load_policy(ModelSettings(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (("q_proj", "k_prj"), r"'k_prj' \(did you mean k_proj\?\); its linear layers are called q_proj, k_proj"),
+        (("layers.0.self_attn.q_proj", "layers.7.self_attn.q_proj"), r"'layers.7.self_attn.q_proj' \(did you mean .*q_proj\?\)"),
+        (("q_proj", "weights"), "no layer of the model is called 'weights'; its"),
+        ("q_proj", r"got the text 'q_proj': write \[q_proj\]"),
+    ],
+)
+def test_every_target_of_an_adapter_is_a_layer(targets: Any, said: str, tiny_policy: Callable[..., Policy]) -> None:
+    """Also beside others that are there."""
+    with pytest.raises(ConfigError, match=said):
+        adapt(tiny_policy(), replace(LORA, targets=targets), base="")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_whatever_is_made_of_the_reference_is_without_the_adapter(
+    family: str, tiny_policy: Callable[..., Policy], random_samples: Callable[..., list[Sample]], tmp_path: Path
+) -> None:
+    samples = random_samples()
+    policy = adapt(tiny_policy(family), LORA, base="")
+    disturb(policy)
+    reference = policy.frozen_copy()
+    expected = logp_of(reference, samples)
+    assert np.abs(logp_of(policy, samples) - expected).max() > 0.1
+    np.testing.assert_array_equal(logp_of(reference.frozen_copy(), samples), expected)
+    reference.save(tmp_path / "saved")
+    reference.keep(tmp_path / "kept")
+    plain = make_policy(reference.merged(), policy.tokenizer)
+    with reference.gathered() as whole:
+        found = [plain, whole, *(load_policy(ModelSettings(path=str(tmp_path / name))) for name in ("saved", "kept"))]
+        for one in found:
+            np.testing.assert_allclose(logp_of(one, samples), expected, atol=1e-5)
+
+
+def test_the_merged_model_can_be_called(tiny_policy: Callable[..., Policy]) -> None:
+    """Its rotary tables are in no state dict."""
+    policy = adapt(tiny_policy(), LORA, base="")
+    disturb(policy)
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad(), plain_attention(policy.merged()) as merged, plain_attention(policy.model) as adapted:
+        torch.testing.assert_close(merged(input_ids=ids).logits, adapted(input_ids=ids).logits)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as its
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError
@@ -123,3 +124,18 @@ def test_recomputing_calls_what_this_transformers_wants(tiny_policy: Callable) -
         warnings.simplefilter("error")
         with policy.checkpointing(True):
             assert any(layer.gradient_checkpointing for layer in policy.model.model.layers)
+
+
+def test_loading_leaves_transformers_as_it_was(tiny_policy: Callable, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever uses the library has settings of his own; its bars are shown by no load or save of ours."""
+    tiny_policy().save(tmp_path / "model")
+    bars, filters = its.is_progress_bar_enabled(), [list(handler.filters) for handler in its.get_logger("transformers").handlers]
+    its.enable_progress_bar()
+    try:
+        load_policy(ModelSettings(path=str(tmp_path / "model"))).save(tmp_path / "again")
+        assert its.is_progress_bar_enabled()
+        assert [list(handler.filters) for handler in its.get_logger("transformers").handlers] == filters == [[]] * len(filters)
+        assert "%|" not in capfd.readouterr().err
+    finally:
+        if not bars:
+            its.disable_progress_bar()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,9 +15,10 @@ import openai
 import pytest
 import torch
 
+from groupwise.environments.requests import Asked
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.serving import Served
+from groupwise.rollout.serving import Served, Serving
 
 
 @pytest.fixture
@@ -158,3 +160,25 @@ def test_the_serve_command_refuses_bad_arguments(tiny_policy, tmp_path, more, sa
     policy.tokenizer.save_pretrained(tmp_path)
     assert main(["serve", str(tmp_path), "--native", "--port", "1", *more]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_every_request_is_answered_or_cancelled_when_serving_ends(policy_of, monkeypatch):
+    begun, go_on, generate = threading.Event(), threading.Event(), NativeEngine.generate
+
+    def held(*given, **how):
+        begun.set()
+        assert go_on.wait(60)
+        return generate(*given, **how)
+
+    monkeypatch.setattr(NativeEngine, "generate", held)
+    serving = Serving(policy_of("llama", context=64))
+    running = serving.draw(np.array([5, 6]), Asked(max_tokens=2))
+    assert begun.wait(60)
+    beside = serving.draw(np.array([7]), Asked(max_tokens=1, temperature=0.5))  # read together with the word that ends it
+    closing = ThreadPoolExecutor(1).submit(serving.close)
+    while not serving.draw(np.array([8]), Asked(max_tokens=1)).cancelled():  # refused from when it is closed
+        time.sleep(0.001)
+    go_on.set()
+    closing.result(60)
+    assert len(running.result(0)) == 1
+    assert beside.cancelled()

@@ -51,3 +51,26 @@ def test_eos_wins_over_a_stop_string_and_that_over_the_limit(bpe):
     assert Stopping((0,), ("answer",), bpe).finish(tokens, len(tokens)) is Finish.STOP
     assert Stopping((0,), (), bpe).finish(tokens, len(tokens)) is Finish.LENGTH
     assert Stopping((0,), (), bpe).finish(tokens, len(tokens) + 1) is None
+
+
+@pytest.mark.parametrize("stop", ["\n\n", "</answer>", " "])
+def test_looking_for_a_stop_string_costs_each_token_the_same(bpe, stop, monkeypatch):
+    """Also where every token may be the end of one, as for one that ends in white space."""
+    decoded = []
+    decode = bpe.decode
+    monkeypatch.setattr(bpe, "decode", lambda ids, **how: (decoded.append(len(ids)), decode(ids, **how))[1])
+    tokens = bpe("日theanswer" * 200, add_special_tokens=False)["input_ids"]
+    assert first_finish(Stopping((), (stop,), bpe), tokens, 10_000) is None
+    assert sum(decoded) < 100 * len(tokens)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stop_string_is_found_wherever_it_stands_in_a_long_text(bpe, seed):
+    """Against the whole text, decoded after every token: pieces of characters, tokens without a text, spaces at the edges."""
+    rng = random.Random(seed)
+    stop = rng.choice(["\n\n", " is", "é", "日本", "r </", "answer\n\nQ: is"])
+    text = "".join(rng.choice(["a", "é", "日", "本", " ", "\n", "answer", "the", "</", "r ", " is"]) for _ in range(200))
+    tokens = bpe(text, add_special_tokens=False)["input_ids"]
+    expected = next((n for n in range(1, len(tokens) + 1) if stop in bpe.decode(tokens[:n], skip_special_tokens=False)), None)
+    found = first_finish(Stopping((), (stop,), bpe), tokens, 10_000)
+    assert found == (None if expected is None else (expected, Finish.STOP))

@@ -1,14 +1,18 @@
 """The reference engine: its own records hold, and it shares the native engine's rules."""
 
 import itertools
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from groupwise.errors import MemoryExceeded
 from groupwise.models.attention import plain_attention
 from groupwise.records import Finish, Sampling
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.training.samples import unbranched
 
@@ -123,3 +127,42 @@ def test_episodes_are_what_a_forward_pass_gives(family, cut, policy_of, prompts_
             kept = sum(rollout.prompt.tokens.size + max(len(rollout) - 1, 0) for rollout in found.values())
             # What stands before a turn is computed once where it is kept, and again for every turn where it is not.
             assert (computed <= kept) if family in ("gpt2", "llama") else (computed > kept)
+
+
+class _Held(TorchDispatchMode):
+    """The most tensors of a size that are held at one time."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.live, self.most = numbers, weakref.WeakSet(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(one, torch.Tensor) and one.numel() >= self.numbers and one._base is None:
+                self.live.add(one)
+        self.most = max(self.most, len({one.data_ptr() for one in self.live}))
+        return out
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.7, max_new_tokens=40), Sampling(top_k=3, max_new_tokens=40)], ids=str)
+def test_the_scores_of_one_token_are_held_at_a_time(sampling, policy_of, prompts_of):
+    """Not those of all: rows x tokens x vocabulary is more than the memory of any machine."""
+    engine, size = TransformersEngine(policy_of(dtype=torch.float32, vocabulary=400, context=128)), 8
+    with _Held(size * 400) as held:
+        (group,) = engine.generate(prompts_of(4), group_size=size, sampling=sampling, seed=0)
+    assert max(map(len, group)) == 40
+    assert held.most < 12
+
+
+@pytest.mark.parametrize("raised", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("can't allocate memory: 9 bytes")])
+@pytest.mark.parametrize("kind", [TransformersEngine, NativeEngine])
+def test_memory_that_runs_out_while_sampling_is_said_with_the_remedy(kind, raised, policy_of, prompts_of):
+    policy = policy_of(dtype=torch.float32)
+
+    def full(*_):
+        raise raised
+
+    policy.model.model.layers[1].register_forward_pre_hook(full)
+    with pytest.raises(MemoryExceeded, match=r"sample 7 completions at a time \(.*memory.*\); lower rollout.max_rows"):
+        list(kind(policy, max_rows=7).generate(prompts_of(4), group_size=2, sampling=Sampling(max_new_tokens=4), seed=0))

@@ -60,7 +60,7 @@ class FakeServer:
                         self.answer(fake.spoil({"choices": [{"prompt_logprobs": fake.logprobs(body["prompt"])}]}))
 
             def answer(self, found: Any) -> None:
-                text = json.dumps(found).encode()
+                text = found if isinstance(found, bytes) else json.dumps(found).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
@@ -148,6 +148,15 @@ def test_an_answer_that_cannot_be_is_refused(tiny_policy: Callable, serve: Calla
     server.spoil = spoil
     with pytest.raises(EngineError, match=said):
         servers.logp([(np.array([5]), np.array([9, 9, 9]))])
+
+
+def test_an_answer_that_is_nested_without_end_is_refused(tiny_policy: Callable, serve: Callable) -> None:
+    policy = tiny_policy()
+    server = serve(policy)
+    servers = greeted(policy, server)
+    server.spoil = lambda _: b"[" * 100_000
+    with pytest.raises(EngineError, match=f"{server.url} answers /v1/completions with what is not JSON"):
+        servers.logp([(np.array([5]), np.array([9]))])
 
 
 def test_a_sequence_that_is_too_long_is_refused_with_the_remedy(tiny_policy: Callable, serve: Callable) -> None:

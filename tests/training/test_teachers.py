@@ -347,6 +347,18 @@ def test_completions_are_drawn_from_the_mixture_and_say_so(tiny_policy: Callable
             next(engine.generate(prompts, group_size=1, sampling=wrong, seed=0))
 
 
+def test_a_mixture_needs_the_logits_of_the_last_position_alone(tiny_policy: Callable) -> None:
+    """Not those of all prompts: their positions times the vocabulary fit into no memory."""
+    policy, other = tiny_policy(), tiny_policy("gpt2", seed=3)
+    shapes: list[tuple[int, ...]] = []
+    for one in (policy, other):
+        head = one.model.get_output_embeddings()
+        head.register_forward_hook(lambda _, __, found: shapes.append(tuple(found.shape[:2])))
+    prompt = Prompt(id="0/0", tokens=np.arange(6, 36), text="")
+    (group,) = MixedEngine(policy, other, 0.3).generate([prompt], group_size=3, sampling=Sampling(max_new_tokens=4), seed=1)
+    assert len(group) == 3 and set(shapes) == {(3, 1)}
+
+
 @pytest.mark.slow
 def test_importance_weights_make_the_mixture_unbiased(tiny_policy: Callable) -> None:
     """E over the mixture of `q / mixture x f` is E over q of f: the policy gradient's weight, for a single token."""

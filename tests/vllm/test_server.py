@@ -100,6 +100,17 @@ def test_what_is_sampled_is_what_is_scored(sampling: Sampling, engine: VllmEngin
         assert any(ids.size < sampling.top_k for ids in found_ids) or (sampling.top_p == 1.0 and sampling.min_p == 0.0)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+def test_ids_that_are_no_token_are_never_drawn(temperature: float, engine: VllmEngine, prompts: list[Prompt], monkeypatch) -> None:
+    """And have no share in what is drawn from: log-probs are those of a policy that does not have them."""
+    fewer = replace(engine.policy, vocabulary=engine.policy.vocabulary - 30)
+    monkeypatch.setattr(engine, "policy", fewer)
+    known = [replace(prompt, tokens=prompt.tokens % fewer.vocabulary) for prompt in prompts]
+    rollouts = draw(engine, known, Sampling(temperature=temperature, max_new_tokens=24))
+    assert max(int(rollout.tokens.max()) for rollout in rollouts) < fewer.vocabulary
+    assert gaps(fewer, rollouts).max() < 1e-4
+
+
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_p12_log_probs_are_those_at_the_temperature_of_sampling(
     temperature: float, engine: VllmEngine, prompts: list[Prompt]

@@ -183,9 +183,14 @@ class ForkServer:
         if self._worker is None:
             if self._listener is None:
                 self._folder = tempfile.mkdtemp(prefix="groupwise-")  # nobody else may enter it
-                self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self._listener.bind(str(Path(self._folder) / "forks"))
-                self._listener.listen(64)
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                try:
+                    listener.bind(str(Path(self._folder) / "forks"))
+                except OSError as error:  # a socket's path has 107 characters at most
+                    listener.close()
+                    raise ConfigError(f"no socket can be made in {self._folder} ({error}): set TMPDIR to a shorter path") from error
+                listener.listen(64)
+                self._listener = listener
             address, given = str(Path(str(self._folder)) / "forks"), self._given
             if given:  # objects of this program: the worker is a fork of it
                 self._worker = Worker(partial(fork_server, given=given), (address, *self._setup))

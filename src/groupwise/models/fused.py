@@ -72,6 +72,8 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
             return partial(_last_norm if last else _norm, norm)
         case Attention(rotary=True) as attention:
             return partial(_rotary_attention, attention)
+        case MLP() as mlp if any("forward" in vars(part) for part in (*mlp.products, mlp.activation)):
+            return None
         case MLP(gated=True) as mlp if all(type(linear) is nn.Linear and linear.bias is None for linear in mlp.products):
             return partial(_gated_mlp, mlp)
         case MLP(gated=False) as mlp if all(type(linear) is Conv1D for linear in mlp.products):

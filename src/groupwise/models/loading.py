@@ -31,7 +31,6 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText
 from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from groupwise.config.live_objects import LIVE, Live, missing, short_digest
@@ -49,13 +48,9 @@ from groupwise.models.shape import language_part
 from groupwise.models.small_copy import CAPS, WINDOWS, language_model
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
 from groupwise.utils.files import expanded
-from groupwise.utils.terminal import Unstyled, logger
+from groupwise.utils.terminal import logger, quiet_transformers
 
 log = logger(__name__)
-
-transformers_logging.disable_progress_bar()
-for handler in transformers_logging.get_logger("transformers").handlers:  # it quotes the names of tensors as they are
-    handler.addFilter(Unstyled())
 
 ALIGNED = 64
 """Bytes: the addresses of tensors that torch makes are multiples of it.  A resumed run must compute as one that went on."""
@@ -87,6 +82,7 @@ class Blueprint:
         )  # fmt: skip
 
 
+@quiet_transformers()
 def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None) -> Blueprint:
     """Everything about a checkpoint but its weights; its tokenizer has the chat template of the recipe, if that names one.
 
@@ -197,6 +193,7 @@ def unbuildable(path: Any, error: Exception) -> ConfigError:
     )
 
 
+@quiet_transformers()  # it quotes the names of tensors as they are
 def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """A checkpoint's model, every weight of which was read.  Raises ConfigError.   kind: a class of transformers' Auto family."""
     try:

@@ -9,8 +9,9 @@ What is exported is an ordinary model with the adapter merged into it (in a copy
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.attention import Attend
 from groupwise.models.policy import ForwardOutput, Policy
 from groupwise.records import Batch
+from groupwise.utils.spelling import nearest
 
 ADAPTER, FOLDER, FILE = "default", "adapter", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -50,12 +52,11 @@ class AdaptedPolicy(Policy):
 
     def merged(self) -> PreTrainedModel:
         """A copy of the model with the adapter merged into its weights."""
-        return _merged(self.model)
+        return _plain(self.model, merge=True)
 
     def save(self, folder: Path) -> None:
         """A plain Hugging Face folder of the merged model, and the adapter in `adapter/`."""
-        self.merged().save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        Policy.save(self, folder)
         self._write(folder / FOLDER, dict(self.model.named_parameters()))
         self.tokenizer.save_pretrained(folder / FOLDER)  # so that the adapter's folder alone is enough for peft
 
@@ -98,6 +99,20 @@ class BarePolicy(Policy):
     def sharded(self) -> bool:
         """True if the policy is sharded."""
         return self.adapted.sharded
+
+    @contextmanager
+    def gathered(self) -> Iterator[Policy]:
+        """The weights under the gathered policy's adapter."""
+        with self.adapted.gathered() as whole:
+            yield bare(whole)
+
+    def frozen_copy(self) -> Policy:
+        """Itself: the weights under an adapter are never trained."""
+        return self
+
+    def merged(self) -> PreTrainedModel:
+        """A model without the adapter, whose weights are the policy's own."""
+        return _plain(self.model, merge=False)
 
     @property
     def backbone(self) -> Callable[..., Any]:
@@ -154,6 +169,7 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Ad
 def inject(model: nn.Module, config: Any) -> None:
     """Replace the linear layers that a peft configuration names, and freeze all other weights.  Raises ConfigError."""
     config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
+    _check_targets(model, config.target_modules)
     try:
         _peft().inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
@@ -162,6 +178,24 @@ def inject(model: nn.Module, config: Any) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(next(model.parameters()).dtype)
+
+
+def _check_targets(model: nn.Module, targets: str | Iterable[str]) -> None:
+    """Raises ConfigError for a name that is no layer's: peft leaves one out without a word where another is there."""
+    if targets == "all-linear":
+        return
+    if isinstance(targets, str):
+        raise ConfigError(f"model.lora.targets must be all-linear or a list of names, got the text {targets!r}: write [{targets}]")
+    linear = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    called = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    for target in sorted(targets):
+        if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
+            near = nearest(target, linear if "." in target else called)
+            meant = "" if near is None else f" (did you mean {near}?)"
+            raise ConfigError(
+                f"model.lora.targets: no layer of the model is called {target!r}{meant}; its linear layers are called "
+                f"{', '.join(called)}"
+            )
 
 
 def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
@@ -234,20 +268,25 @@ def _file_name(name: str) -> str:
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
-def _merged(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class with the adapter in its weights.  Only what the adapter changes is copied."""
+def _plain(model: PreTrainedModel, *, merge: bool) -> PreTrainedModel:
+    """A model of the same class without the adapter's layers.   merge: with the adapter in its weights, which alone are copied."""
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         layer = name.rpartition(".base_layer.")[0]
         if layer in adapted and name.endswith(".base_layer.weight"):
-            delta = adapted[layer].get_delta_weight(ADAPTER)  # type: ignore[operator]
-            weights[f"{layer}.weight"] = (tensor + delta).to(tensor.dtype)
+            if merge:
+                tensor = (tensor + adapted[layer].get_delta_weight(ADAPTER)).to(tensor.dtype)  # type: ignore[operator]
+            weights[f"{layer}.weight"] = tensor
         elif ".lora_" not in name:
             weights[name.replace(".base_layer.", ".")] = tensor
     with torch.device("meta"):
-        plain = type(model)(model.config)
+        plain = type(model)(copy.deepcopy(model.config))
     plain.load_state_dict(weights, strict=True, assign=True)
+    for name, buffer in model.named_buffers():  # those that no file holds, as tables of rotary embeddings
+        if name not in weights:
+            place, _, last = name.rpartition(".")
+            plain.get_submodule(place)._buffers[last] = buffer
     plain.tie_weights()
     if model.can_generate():
         plain.generation_config = model.generation_config

@@ -31,6 +31,7 @@ from groupwise.models.small_copy import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.onednn_shapes import tiled
 from groupwise.records import Batch, Layout, Routing, Sample, Stretch
+from groupwise.utils.terminal import quiet_transformers
 
 BALANCE = "set output_router_logits to false in its config.json: its experts are then trained without a loss that balances them"
 
@@ -351,7 +352,8 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Write a plain Hugging Face folder: safetensors, config, generation config, tokenizer, chat template."""
-        self.model.save_pretrained(folder)
+        with quiet_transformers():
+            self.merged().save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def keep(self, folder: Path) -> None:

@@ -82,7 +82,7 @@ def add_head(
         tokenizer.add_special_tokens({"pad_token": PAD})
         if len(tokenizer) > embedding_rows(causal):
             causal.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-            config.vocab_size = causal.config.vocab_size
+            config.get_text_config().vocab_size = len(tokenizer)
     config.pad_token_id = tokenizer.pad_token_id
     try:
         with torch.device("meta"):

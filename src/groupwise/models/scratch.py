@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config.settings import ScratchSettings
-from groupwise.errors import ConfigError, MemoryExceeded
+from groupwise.errors import ConfigError, MemoryExceeded, out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -48,7 +48,7 @@ def scratch_model(
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            if not out_of_memory(error):
                 raise
             raise MemoryExceeded(
                 f"a model of {settings.layers} layers that are {settings.hidden} wide does not fit into memory: lower "

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 
-from groupwise.errors import Diverged, EngineError
+from groupwise.errors import Diverged, EngineError, MemoryExceeded, out_of_memory
 from groupwise.models import rope
 from groupwise.models.policy import Policy
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling
@@ -70,6 +71,20 @@ class InProcess:
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+@contextmanager
+def fitting(rows: int) -> Iterator[None]:
+    """Sample inside.   rows: completions decoded at the same time.   Raises MemoryExceeded where memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise MemoryExceeded(
+            f"memory does not suffice to sample {rows} completions at a time ({(str(error).splitlines() or ['MemoryError'])[0]}); "
+            "lower rollout.max_rows, or rollout.max_new_tokens"
+        ) from error
 
 
 def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:

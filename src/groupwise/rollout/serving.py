@@ -63,6 +63,7 @@ class Serving:
         self.policy, self.engine = policy, _Engine(policy, max_rows=rows)
         self.speech = Speech(policy.tokenizer, policy.eos_ids)
         self._seed, self._number, self._lock = secrets.randbits(48), 0, threading.Lock()
+        self._closed = False
         self._arriving: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
@@ -93,12 +94,18 @@ class Serving:
             name, seed = f"seeded/{blake2b(context.tobytes(), digest_size=12).hexdigest()}", asked.seed
         row = {LIMIT: sampling.max_new_tokens}
         waiting = _Waiting(Prompt(id=name, tokens=context, text="", row=row), sampling, asked.count, seed)
-        self._arriving.put(waiting)
+        with self._lock:
+            if self._closed:
+                waiting.drawn.cancel()
+            else:
+                self._arriving.put(waiting)
         return waiting.drawn
 
     def close(self) -> None:
-        """End the thread that decodes, after the batch that it is at."""
-        self._arriving.put(None)
+        """End the thread that decodes, after the batch that it is at; requests that still wait are cancelled."""
+        with self._lock:
+            self._closed = True
+            self._arriving.put(None)
         self._thread.join()
 
     def _run(self) -> None:
@@ -107,9 +114,9 @@ class Serving:
             arrived = [self._arriving.get()] if not held else []
             while not self._arriving.empty():
                 arrived.append(self._arriving.get())
+            held += [one for one in arrived if one is not None]
             if None in arrived:
                 break
-            held += [one for one in arrived if one is not None]
             batch: dict[str, _Waiting] = {}
             for one in held:
                 if one.kind == held[0].kind:

@@ -10,6 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from groupwise.records import Finish
 
+EDGE = 8
+"""Characters at the beginning of a cut text that may differ from the whole one's: a part of a character, a stripped space."""
+
 
 class Stopping:
     """Decides after every token whether its completion has ended.
@@ -22,6 +25,7 @@ class Stopping:
         self.stop = stop
         self.tokenizer = tokenizer
         self._endings = tuple(text[-1] for text in stop)
+        self._longest = max(map(len, stop), default=0)
         self._may_end: dict[int, bool] = {}
 
     def finish(self, tokens: list[int], limit: int) -> Finish | None:
@@ -49,13 +53,25 @@ class Stopping:
         """True if the last token completes a stop string.  Every token is asked about, so a hit is always a new one."""
         last = tokens[-1]
         if last not in self._may_end:
-            # Decoding the whole text after each token would cost T^2; only a token whose own text holds the last character of a
-            # stop string can complete one.  Texts that depend on their neighbours (parts of a character, stripped spaces)
-            # always count.
-            piece = str(self.tokenizer.decode([last], skip_special_tokens=False))
+            # Only a token whose own text holds the last character of a stop string can complete one.  Texts that depend on their
+            # neighbours (parts of a character, stripped spaces) always count.
+            piece = self._text([last])
             unsure = not piece.strip() or "\ufffd" in piece or any(ending.isspace() for ending in self._endings)
             self._may_end[last] = unsure or any(ending in piece for ending in self._endings)
         if not self._may_end[last]:
             return False
-        text = str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+        # The end of the text suffices: the longest stop string before the last token's text.  How many tokens that is depends on
+        # them: a character may be four, and some tokens have no text.
+        count = 4 * self._longest + EDGE
+        while True:
+            text = self._text(tokens[-count:])
+            if count >= len(tokens):
+                break
+            text = text[EDGE:]
+            if len(text) >= self._longest + len(self._text(tokens[-1:])):
+                break
+            count *= 2
         return any(stop in text for stop in self.stop)
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))

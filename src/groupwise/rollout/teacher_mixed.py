@@ -9,6 +9,7 @@ R rows of a batch   V vocabulary
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
-from groupwise.rollout.engine import InProcess, check_request, completion_limit, make_rollout
+from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting, make_rollout
 from groupwise.rollout.sampling import draw, stream_keys, uniforms
 from groupwise.rollout.stopping import Stopping
 
@@ -67,14 +68,16 @@ class MixedEngine(InProcess):
         rows = [(prompt, index) for prompt in prompts for index in range(group_size)]
         group: list[Rollout] = []
         for begin in range(0, len(rows), self.max_rows):
-            for rollout in self._batch(rows[begin : begin + self.max_rows], sampling, seed):
+            with fitting(self.max_rows):
+                batch = self._batch(rows[begin : begin + self.max_rows], sampling, seed)
+            for rollout in batch:
                 group.append(rollout)
                 if len(group) == group_size:
                     yield tuple(group)
                     group = []
 
     @torch.no_grad()
-    def _batch(self, rows: Sequence[tuple[Prompt, int]], sampling: Sampling, seed: int) -> Iterator[Rollout]:
+    def _batch(self, rows: Sequence[tuple[Prompt, int]], sampling: Sampling, seed: int) -> list[Rollout]:
         policy, size = self.policy, max(prompt.tokens.size for prompt, _ in rows)
         ids, mask = np.full((len(rows), size), policy.pad_id), np.zeros((len(rows), size), dtype=np.int64)
         for r, (prompt, _) in enumerate(rows):
@@ -106,8 +109,7 @@ class MixedEngine(InProcess):
                     break
                 step_RT = token_R[:, None]
         ended_as = partial(make_rollout, sampling=sampling, version=self.version, keep_special_tokens=self.keep_special_tokens)
-        for r, (prompt, index) in enumerate(rows):
-            yield ended_as(policy, prompt, index, tokens[r], logp[r], ended[r])
+        return [ended_as(policy, prompt, index, tokens[r], logp[r], ended[r]) for r, (prompt, index) in enumerate(rows)]
 
 
 @dataclass(slots=True)
@@ -118,6 +120,12 @@ class _Reader:
     mask_RT: Tensor
     """1 for tokens, 0 for the padding before them."""
     cache: Any = field(default=None)
+    last: dict[str, int] = field(init=False)
+    """Asks the model for the logits of the last position alone: of all prompts together they would not fit into memory."""
+
+    def __post_init__(self) -> None:
+        known = "logits_to_keep" in inspect.signature(self.policy.model.forward).parameters
+        self.last = {"logits_to_keep": 1} if known else {}
 
     def next(self, ids_RT: Tensor, temperature: float, vocabulary: int) -> Tensor:
         """Log-probs (R, V) of what follows these further tokens, at least float32."""
@@ -132,6 +140,7 @@ class _Reader:
             position_ids=position_RT,
             past_key_values=self.cache,
             use_cache=True,
+            **self.last,
         )
         self.cache = found.past_key_values
         logits_RV = found.logits[:, -1, :vocabulary]

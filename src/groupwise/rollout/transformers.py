@@ -32,13 +32,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from groupwise.environments.conversation import World
 from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
-from groupwise.rollout.engine import InProcess, check_request, completion_limit, make_rollout
+from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting, make_rollout
 from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations, await_one
 from groupwise.rollout.stopping import Stopping
 
@@ -94,12 +95,12 @@ class TransformersEngine(InProcess):
                 policy,
                 prompt,
                 index,
-                drawn.tokens(r),
-                drawn.logp(r),
-                drawn.ended[r][1],
+                drawn.tokens[r],
+                drawn.logp[r],
+                drawn.finish[r],
                 sampling,
                 version=self.version,
-                support=drawn.support(r) if sampling.truncates else None,
+                support=drawn.support[r] if sampling.truncates else None,
                 keep_special_tokens=self.keep_special_tokens,
             )
             for r, (prompt, index) in enumerate(rows)
@@ -129,7 +130,7 @@ class TransformersEngine(InProcess):
                     drawn = self._turn(one, cache if context is one.context else None, sampling, seed)
                     if (kept := _kept(drawn.cache)) is not None:
                         caches[one] = one.context, kept
-                    conversations.turn(one, drawn.ended[0][1])
+                    conversations.turn(one, drawn.finish[0])
                     listening.append(one)
                     continue
                 caches.pop(one, None)
@@ -142,24 +143,28 @@ class TransformersEngine(InProcess):
         """Draw the next turn of a conversation.   cache: keys and values of what stands before it, all or the first of them."""
         ids = torch.from_numpy(one.ids())[None].to(self.policy.device)
         drawn = self._draw(ids, [one.left], sampling, f"{seed}/{one.prompt.id}/{one.index}/{one.turn}", cache)
-        one.add(drawn.tokens(0), drawn.logp(0), self.version)
+        one.add(drawn.tokens[0], drawn.logp[0], self.version)
         if sampling.truncates:
-            one.support += drawn.support(0)
+            one.support += drawn.support[0]
         return drawn
 
     @torch.no_grad()
     def _draw(self, ids: Tensor, limits: list[int], sampling: Sampling, seed: str, cache: Any = None) -> _Drawn:
         """What is drawn behind rows of ids (R, T), up to a limit for each.   cache: keys and values of their first tokens."""
         policy, model = self.policy, cast(Any, self.policy.model)
-        stopping = Stopping(policy.eos_ids, sampling.stop, policy.tokenizer)
-        ends = _Ends(stopping, limits, ids.shape[1])
+        drawn = _Drawn(Stopping(policy.eos_ids, sampling.stop, policy.tokenizer), limits, truncates=sampling.truncates)
         training = [module for module in model.modules() if module.training]
         model.eval()
         # The model's generation_config must not leak in: generate() fills what a config of ours leaves unset from it.
         own_config, model.generation_config = model.generation_config, GenerationConfig()
         device = policy.device
         try:
-            with plain_attention(model), policy.precision(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with (
+                fitting(self.max_rows),
+                plain_attention(model),
+                policy.precision(),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+            ):
                 torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
                 out: Any = model.generate(
                     input_ids=ids,
@@ -167,36 +172,61 @@ class TransformersEngine(InProcess):
                     **({"output_router_logits": False} if policy.router_coefficient else {}),
                     **({} if cache is None else {"past_key_values": cache}),
                     generation_config=_explicit(sampling, max(limits), policy.pad_id),
-                    logits_processor=LogitsProcessorList([_Vocabulary(policy.vocabulary)]),
-                    stopping_criteria=StoppingCriteriaList([ends]),
+                    logits_processor=LogitsProcessorList([_Vocabulary(policy.vocabulary), *_warpers(sampling), drawn.watch]),
+                    stopping_criteria=StoppingCriteriaList([drawn]),
                 )
         finally:
             model.generation_config = own_config
             for module in training:
                 module.training = True
+        drawn.cache = out.past_key_values
+        return drawn
+
+
+class _Watch(LogitsProcessor):
+    """The last of the logits processors: what it is given is what is drawn from."""
+
+    scores_RV: Tensor
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores as they are."""
+        self.scores_RV = scores
+        return scores
+
+
+class _Drawn(StoppingCriteria):
+    """What a call of `generate` draws, noted token by token: of a step's scores (R, V) only what was drawn is kept."""
+
+    def __init__(self, stopping: Stopping, limits: list[int], *, truncates: bool) -> None:
+        """limits: most tokens of each row.   truncates: note which ids could have been drawn."""
+        self._stopping, self._limits, self._truncates = stopping, limits, truncates
+        self.tokens: list[list[int]] = [[] for _ in limits]
+        self.logp: list[list[float]] = [[] for _ in limits]
+        """Of each token, nats."""
+        self.support: list[tuple[np.ndarray, ...]] = [() for _ in limits]
+        """For each token the ids that it could have been, where sampling truncates."""
+        self.finish: dict[int, Finish] = {}
+        """Why each row ended; it draws no further token."""
+        self.cache: Any = None
+        self.watch = _Watch()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """True for rows that have ended.  The batch continues until all have."""
+        scores_RV, token_R = self.watch.scores_RV, input_ids[:, -1]
         # Greedy scores are unprocessed but for the vocabulary, so this is the log-probability at temperature 1.
-        logp = [score.to(torch.promote_types(score.dtype, torch.float32)).log_softmax(-1) for score in out.scores]
-        return _Drawn(out.sequences[:, ids.shape[1] :].cpu().tolist(), logp, ends.ended, out.past_key_values)
-
-
-class _Drawn:
-    """What a call of `generate` has drawn."""
-
-    def __init__(self, rows: list[list[int]], logp: list[Tensor], ended: dict[int, tuple[int, Finish]], cache: Any) -> None:
-        """logp: (R, V) of each token.   ended: where and why each row ended; what it holds behind is nobody's."""
-        self._rows, self._logp, self.ended, self.cache = rows, logp, ended, cache
-
-    def tokens(self, r: int) -> list[int]:
-        """Those of a row."""
-        return self._rows[r][: self.ended[r][0]]
-
-    def logp(self, r: int) -> list[float]:
-        """Of each of its tokens."""
-        return [float(self._logp[t][r, token]) for t, token in enumerate(self.tokens(r))]
-
-    def support(self, r: int) -> tuple[np.ndarray, ...]:
-        """The ids that each of its tokens could have been."""
-        return tuple(self._logp[t][r].isfinite().nonzero()[:, 0].cpu().numpy() for t in range(self.ended[r][0]))
+        chosen_R = scores_RV.gather(1, token_R[:, None])[:, 0]
+        logp_R = (chosen_R - scores_RV.logsumexp(1)).tolist()
+        for r, token in enumerate(token_R.tolist()):
+            if r in self.finish:
+                continue
+            self.tokens[r].append(token)
+            self.logp[r].append(logp_R[r])
+            if self._truncates:
+                self.support[r] += (scores_RV[r].isfinite().nonzero()[:, 0].cpu().numpy(),)
+            finish = self._stopping.finish(self.tokens[r], self._limits[r])
+            if finish is not None:
+                self.finish[r] = finish
+        return torch.tensor([r in self.finish for r in range(len(self._limits))], device=input_ids.device)
 
 
 def _kept(cache: Any) -> Any:
@@ -205,14 +235,23 @@ def _kept(cache: Any) -> Any:
     return cache if plain else None
 
 
+def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
+    """transformers' own, in its order: what comes behind them sees the distribution that is drawn from."""
+    if sampling.greedy:
+        return []
+    return [
+        *([TemperatureLogitsWarper(float(sampling.temperature))] if sampling.temperature != 1.0 else []),
+        *([TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []),
+        *([TopPLogitsWarper(float(sampling.top_p))] if sampling.top_p < 1.0 else []),
+        *([MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []),
+    ]
+
+
 def _explicit(sampling: Sampling, most: int, pad_id: int) -> GenerationConfig:
-    """Every setting that changes what is drawn, said in full."""
-    warpers: dict[str, Any] = {"do_sample": not sampling.greedy}
-    if not sampling.greedy:
-        warpers |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": float(sampling.top_p)}
-        warpers["min_p"] = sampling.min_p or None
+    """Every setting that changes what is drawn, said in full; the warpers are ours to give."""
     return GenerationConfig(
-        **warpers,
+        do_sample=not sampling.greedy,
+        **({} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}),
         max_new_tokens=most,
         num_beams=1,
         num_return_sequences=1,
@@ -222,7 +261,6 @@ def _explicit(sampling: Sampling, most: int, pad_id: int) -> GenerationConfig:
         eos_token_id=None,
         pad_token_id=pad_id,
         return_dict_in_generate=True,
-        output_scores=True,
     )
 
 
@@ -234,21 +272,6 @@ class _Vocabulary(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores with -inf from `size` on."""
+        if scores.shape[1] == self.size:
+            return scores
         return torch.cat([scores[:, : self.size], torch.full_like(scores[:, self.size :], -torch.inf)], 1)
-
-
-class _Ends(StoppingCriteria):
-    """Notes where and why each row ended; the batch continues until all have."""
-
-    def __init__(self, stopping: Stopping, limits: list[int], prompt: int) -> None:
-        self.stopping, self.limits, self.prompt = stopping, limits, prompt
-        self.ended: dict[int, tuple[int, Finish]] = {}
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """True for rows that have ended."""
-        for r, tokens in enumerate(input_ids[:, self.prompt :].tolist()):
-            if r not in self.ended:
-                finish = self.stopping.finish(tokens, self.limits[r])
-                if finish is not None:
-                    self.ended[r] = (len(tokens), finish)
-        return torch.tensor([r in self.ended for r in range(input_ids.shape[0])], device=input_ids.device)

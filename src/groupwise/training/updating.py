@@ -20,7 +20,7 @@ from torch import Tensor
 
 from groupwise.data.packing import unpack
 from groupwise.distributed import comm
-from groupwise.errors import MemoryExceeded
+from groupwise.errors import MemoryExceeded, out_of_memory
 from groupwise.models.dropout import stretches_of
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
@@ -101,7 +101,7 @@ def update(
             found = _visit(policy, loss, samples, budget, whole_groups, optimizer)
             break
         except RuntimeError as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             smaller = min(budget, sum(lengths)) // 2
             if comm.world().size > 1 or smaller < max(lengths):
@@ -123,11 +123,6 @@ def update(
         stats=optimizer.step(),  # not to be tried twice: it changes weights as it goes
         budget=budget,
     )
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    """True if an error says that memory does not suffice: CUDA has a type for it, the CPU's allocator only a message."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @torch.no_grad()

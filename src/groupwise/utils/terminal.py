@@ -8,6 +8,8 @@ import re
 import sys
 import traceback
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from groupwise.utils.secrets import scrubbed
@@ -66,6 +68,24 @@ class Unstyled(Harmless):
         """Always true; the record's text is changed."""
         record.msg, record.args = _STYLE.sub("", record.getMessage()), ()
         return super().filter(record)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """transformers inside shows no progress bars, and nothing in its messages steers a terminal."""
+    from transformers.utils import logging as its
+
+    bars, handlers, harmless = its.is_progress_bar_enabled(), list(its.get_logger("transformers").handlers), Unstyled()
+    its.disable_progress_bar()
+    for handler in handlers:
+        handler.addFilter(harmless)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(harmless)
+        if bars:
+            its.enable_progress_bar()
 
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")

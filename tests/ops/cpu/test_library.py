@@ -53,6 +53,14 @@ def test_without_a_compiler_it_says_what_to_install(ask: Ask, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_a_name_in_cxx_that_is_no_program_is_said(ask: Ask) -> None:
+    """Another compiler is not taken for it; arguments behind the name are its own."""
+    told, none = ask(CXX="g++-that-is-not")
+    assert told == "CXX names 'g++-that-is-not', which is no program here: name a compiler, or unset CXX" and none == "True"
+    assert ask(CXX="env -u NOTHING g++") == ask(CXX="g++")
+
+
+@pytest.mark.slow
 def test_switched_off(ask: Ask) -> None:
     assert ask(GROUPWISE_KERNELS="off") == ["GROUPWISE_KERNELS=off", "True"]
 

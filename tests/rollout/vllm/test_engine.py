@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError, EngineError, PeerError
@@ -40,10 +42,7 @@ class FakeServer:
     """Answers like `vllm serve` with our plug-in; a completion repeats the prompt's first token and ends with EOS."""
 
     def __init__(self) -> None:
-        self.facts = {
-            "logprobs": "processed_logprobs", "candidates": 256, "dtype": "float32", "context": 64, "vocabulary": 40,
-            "rows": 8, "workers": 1, "device": "cpu", "trainer": None,
-        }  # fmt: skip
+        self.facts = self.facts_of(40)
         self.label = "default"
         self.computed = 7.0
         self.calls: list[str] = []
@@ -94,6 +93,13 @@ class FakeServer:
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    @staticmethod
+    def facts_of(vocabulary: int) -> dict[str, Any]:
+        return {
+            "logprobs": "processed_logprobs", "candidates": 256, "dtype": "float32", "context": 64, "vocabulary": vocabulary,
+            "rows": 8, "workers": 1, "device": "cpu", "trainer": None,
+        }  # fmt: skip
 
     def do(self, path: str, body: dict[str, Any]) -> Any:
         match path:
@@ -236,7 +242,11 @@ def test_a_greedy_prompt_is_decoded_once(server, engine_of, prompts_of) -> None:
 def test_ids_of_no_token_are_never_asked_for(server, engine_of, prompts_of) -> None:
     server.facts["vocabulary"] = 48
     draw(engine_of(server, rows=48), prompts_of(4))
-    assert server.requests[0]["sampling_params"]["allowed_token_ids"] == list(range(40))
+    asked = server.requests[0]["sampling_params"]
+    assert asked["logit_bias"] == {str(id): -1e9 for id in range(40, 48)}
+    assert not any(isinstance(value, list) and len(value) > 8 for value in asked.values()), (
+        "what is sent grows with what is no token"
+    )
 
 
 @pytest.mark.slow
@@ -342,6 +352,21 @@ def test_a_world_that_waits_does_not_stop_other_turns(server, engine_of, prompts
     for thread in alive:
         thread.join(5)
     assert not any(thread.is_alive() for thread in alive)
+
+
+def test_a_model_whose_text_part_has_a_section_of_its_own_is_known(policy_of) -> None:
+    """As Gemma 3's: its vocabulary is not written where others write it."""
+    policy = policy_of(dtype=torch.float32, num_attention_heads=1, num_key_value_heads=1)
+    text = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 32}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 16}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=vision))
+    policy = replace(policy, model=model)
+    facts = FakeServer.facts_of(48)
+    assert weight_sync.unfit(facts, policy) is None
+    assert "a vocabulary of 40, the policy one of 48" in str(weight_sync.unfit(FakeServer.facts_of(40), policy))
+    body = VllmEngine(policy, servers=["http://127.0.0.1:1"])._body(np.array([5]), 1, 4, 0, SAMPLING)
+    assert list(body["sampling_params"]["logit_bias"]) == list(range(40, 48))
 
 
 def test_a_colocated_vllm_holds_no_conversations(policy_of, scripted_world) -> None:

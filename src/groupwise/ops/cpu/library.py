@@ -113,22 +113,24 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         try:
             made = _compiled(compiler)
         except (OSError, subprocess.SubprocessError) as error:
-            reasons.append(f"{compiler} could not make them: {_told(error)}")
+            reasons.append(f"{compiler[0]} could not make them: {_told(error)}")
             continue
         try:
             return declare(ctypes.CDLL(str(made))), None
         except OSError as error:  # on Linux clang's: its OpenMP is not the one that torch has loaded
-            reasons.append(f"what {compiler} made cannot be loaded ({error}): install g++, or delete that file if it is broken")
+            reasons.append(f"what {compiler[0]} made cannot be loaded ({error}): install g++, or delete that file if it is broken")
+    if named := os.environ.get("CXX"):
+        reasons.append(f"CXX names {named!r}, which is no program here: name a compiler, or unset CXX")
     return None, next(iter(reasons), "no C++ compiler was found: install g++, or name one in CXX")
 
 
-def _compilers() -> list[str]:
-    """The one that CXX names; else all that usually are one."""
-    found: dict[str, str] = {}
-    named = shutil.which(os.environ.get("CXX") or "")
-    for name in (named,) if named else ("c++", "g++", "clang++"):
+def _compilers() -> list[list[str]]:
+    """The command that CXX holds; without it all that usually are one."""
+    found: dict[str, list[str]] = {}
+    named = os.environ.get("CXX", "").split()
+    for name, *arguments in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if path := shutil.which(name):
-            found.setdefault(os.path.realpath(path), path)  # often one under several names
+            found.setdefault(os.path.realpath(path), [path, *arguments])  # often one under several names
     return list(found.values())
 
 
@@ -141,7 +143,7 @@ def _told(error: OSError | subprocess.SubprocessError) -> str:
     return next((line for line in lines if "error" in line), lines[0])
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(compiler: list[str]) -> Path:
     """The shared library of these sources, this compiler and this processor."""
     sources = sorted(SOURCES.glob("*.cpp"))
     seen = hashlib.sha256()
@@ -154,9 +156,9 @@ def _compiled(compiler: str) -> Path:
         return made
     with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as work:
         if not _whole(made):
-            _run([compiler, *FLAGS, "-fopenmp", "-c", *map(str, sources)], work)
+            _run([*compiler, *FLAGS, "-fopenmp", "-c", *map(str, sources)], work)
             # Not linked to OpenMP: the one that torch has loaded serves both, so that no two pools of threads fight for the cores.
-            _run([compiler, "-shared", *(f"{path.stem}.o" for path in sources), "-o", "made.so"], work)
+            _run([*compiler, "-shared", *(f"{path.stem}.o" for path in sources), "-o", "made.so"], work)
             files.sync(Path(work) / "made.so")
             os.replace(Path(work) / "made.so", made)
             files.write(made.with_suffix(SEAL), files.digest(made).encode())
@@ -186,9 +188,9 @@ def _run(command: list[str], folder: str | None = None) -> str:
     return done.stdout
 
 
-def _machine(compiler: str) -> str:
+def _machine(compiler: list[str]) -> str:
     """What `-march=native` follows from, and the compiler."""
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text(encoding="utf-8", errors="replace").splitlines() if cpus.is_file() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return "\n".join((platform.machine(), platform.processor(), features, _run([compiler, "--version"]), torch.__version__))
+    return "\n".join((platform.machine(), platform.processor(), features, _run([*compiler, "--version"]), torch.__version__))

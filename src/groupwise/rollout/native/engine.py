@@ -31,7 +31,7 @@ from groupwise.ops.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
-from groupwise.rollout.engine import InProcess, check_request, completion_limit
+from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
 from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations, await_one
 from groupwise.rollout.native.attention import Extend, Prefill, whole
 from groupwise.rollout.native.decode import ManyTokens, RowDecoder, TokenDecode, chunks_of
@@ -121,9 +121,10 @@ class NativeEngine(InProcess):
         """
         check_request(self.policy, prompts, group_size, sampling)
         with Conversations(self.policy, self.world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations:
-            run = _Run(self, prompts, group_size, sampling, seed, conversations)
+            with fitting(self.max_rows):
+                run = _Run(self, prompts, group_size, sampling, seed, conversations)
             while run.unfinished:
-                with self._sampling():
+                with fitting(self.max_rows), self._sampling():
                     finished = run.advance()
                 # Outside: whoever receives the group computes in its own mode.
                 yield from finished

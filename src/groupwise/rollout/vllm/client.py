@@ -61,7 +61,7 @@ class Client:
     def _read(self, path: str, text: bytes) -> Any:
         try:
             return json.loads(text) if text else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # of what is nested too deep
             raise EngineError(f"{self.name} answers {path} with what is not JSON: {text[:200]!r}") from error
 
     def _call(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:

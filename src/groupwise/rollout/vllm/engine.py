@@ -43,6 +43,8 @@ EXACT, ROUNDED = 0.01, 0.1
 """Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where a side rounds to bfloat16."""
 NEVER = -9000.0
 """vLLM writes the log-prob of what could not be drawn as -9999."""
+NO_TOKEN = -1e9
+"""Added to the logit of an id that is no token."""
 BATCH_TOKENS = 1024
 """Tokens of a completion with its prompt that its own server makes room for, on average."""
 
@@ -315,8 +317,9 @@ class VllmEngine:
             "detokenize": bool(sampling.stop),
             "skip_special_tokens": False,
         }
-        if policy.model.config.vocab_size > policy.vocabulary:
-            drawn["allowed_token_ids"] = list(range(policy.vocabulary))
+        rows = policy.model.config.get_text_config().vocab_size
+        if rows > policy.vocabulary:  # the few ids that are no token: a list of those that are would be a megabyte a request
+            drawn["logit_bias"] = dict.fromkeys(range(policy.vocabulary, rows), NO_TOKEN)
         return {"model": MODEL, "token_ids": ids.tolist(), "sampling_params": drawn}
 
     def _group(

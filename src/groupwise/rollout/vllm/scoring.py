@@ -107,10 +107,11 @@ class ScoringServers:
         try:
             (choice,) = answer["choices"]
             found = choice["prompt_logprobs"]
-            assert len(found) == len(ids)
+            if len(found) != len(ids):
+                raise ValueError(f"{len(found)} log-probs for {len(ids)} tokens")
             told = (found[place][str(ids[place])] for place in range(prompt.size, len(ids)))
             values = np.array([float(entry["logprob"]) for entry in told], np.float32)
-        except (KeyError, TypeError, ValueError, AssertionError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{client.name}: its log-probs cannot be read ({type(error).__name__}); is it vLLM?") from error
         if not all(math.isfinite(value) and value <= ROUNDING for value in values):
             worst = max(values, key=lambda value: value if math.isfinite(value) else math.inf)

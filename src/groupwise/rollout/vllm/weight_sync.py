@@ -157,7 +157,7 @@ def _facts(client: Client) -> Facts:
 
 def unfit(facts: Facts, policy: Policy) -> str | None:
     """Why a server cannot sample for a policy, or None."""
-    rows = policy.model.config.vocab_size
+    rows = policy.model.config.get_text_config().vocab_size
     if facts["device"] == "cpu" and (wrong := unfit_on_cpu(policy)):
         return wrong
     if facts["logprobs"] != "processed_logprobs":
