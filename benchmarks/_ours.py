@@ -231,7 +231,7 @@ class Ours:
             reward = np.array(rewards[p * size : (p + 1) * size])
             groups.append(Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward))
         groups = with_reference(groups, self.reference, 1 << 20)
-        return weigh(groups, self.algorithm.credit(groups), self.algorithm)
+        return weigh(groups, self.algorithm.advantages(groups), self.algorithm)
 
     def _gradients(self, samples: list[Sample], loss: Any, **options: Any) -> tuple[float, list[np.ndarray]]:
         seen = [np.zeros(sample.completion.size) for sample in samples]

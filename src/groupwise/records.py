@@ -233,6 +233,25 @@ class Rollout:
         return self.finish in (Finish.LENGTH, Finish.TURNS, Finish.DEADLINE)
 
 
+TIE = 2.0**-22
+"""Two units of float32's last place: numbers that lie closer together, relative to their size, are equal."""
+
+
+def alike(values: np.ndarray, summands: np.ndarray | float = 0.0) -> bool:
+    """True if the values that are known (not NaN) differ by no more than rounding does, or none is known.
+
+    summands: what the values are sums of; rounding is proportional to the largest of all these numbers.
+
+    >>> alike(np.array([0.1 + 0.2, 0.3, np.nan])), alike(np.array([0.3, 0.301]))
+    (True, False)
+    """
+    known = values[~np.isnan(values)]
+    if known.size == 0:
+        return True
+    size = max(np.abs(known).max(), np.nanmax(np.abs(summands), initial=0.0))
+    return bool(known.max() - known.min() <= TIE * size)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scored:
     """A group with its rewards: one number per completion and function, NaN where the function does not apply.
@@ -280,9 +299,8 @@ class Scored:
 
     @property
     def dead(self) -> bool:
-        """True if no difference between the rewards can teach anything: all equal, or none scorable."""
-        scored = self.reward[~np.isnan(self.reward)]
-        return scored.size == 0 or bool(scored.max() == scored.min())
+        """True if no difference between the rewards can teach anything: all equal (but for rounding), or none scorable."""
+        return alike(self.reward, self.rewards * np.array(self.weights))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.algorithms import advantages as credit
+from groupwise.algorithms.parts import fact, parameters
 from groupwise.errors import ConfigError
 
 REWARDS = st.lists(st.floats(-5, 5).map(lambda x: round(x, 3)), min_size=2, max_size=9)
@@ -83,6 +84,31 @@ def test_equal_rewards_give_exactly_zero(scored, name, keywords):
     advantages = function([group], **({} if name == "centered" else keywords))[0]
     assert credit.is_dead(advantages)
     assert all((a == 0.0).all() and a.dtype == np.float64 for a in advantages)
+
+
+WEIGHTED = [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
+"""With the weights .1, .2, .3 every sum is .3 but for rounding: .1 + .2 is not .3."""
+
+
+@pytest.mark.parametrize("name", ["standardized", "centered", "leave_one_out", "maxrl", "batch_centered", "whitened"])
+@pytest.mark.parametrize("keywords", [{}, {"eps": 0.0}, {"eps": 0.0, "scale": "batch"}, {"eps": 0.0, "baseline": True}])
+def test_differences_below_rounding_are_no_differences(scored, name, keywords):
+    function = getattr(credit, name)
+    group = scored(WEIGHTED, weights=(0.1, 0.2, 0.3))
+    assert len(set(group.reward)) == 2
+    assert group.dead
+    known = {key: value for key, value in keywords.items() if key in parameters(function)}
+    assert credit.is_dead(function([group], **known)[0])
+    cancelled = scored([[3.0, 1.0], [0.0, 0.0]], weights=(0.1, -0.3))  # 5.6e-17 and 0
+    assert cancelled.dead
+    assert credit.is_dead(function([cancelled], **known)[0])
+    single = scored((np.float32([0.1, 0.2, 0.3]) @ np.float32(WEIGHTED).T).astype(float))
+    assert credit.is_dead(function([single], **known)[0])
+
+
+def test_small_differences_are_differences(scored):
+    for rewards in ([1e-9, 2e-9], [1000.0, 1000.01], [-1e6, -1e6 + 1.0]):
+        assert not credit.is_dead(credit.centered([scored(rewards)])[0])
 
 
 @pytest.mark.parametrize("name", ["standardized", "centered", "leave_one_out", "decoupled"])
@@ -187,6 +213,39 @@ def test_whitened_works_with_one_completion_per_prompt(scored):
     assert found == [[pytest.approx(1.0)], [pytest.approx(-1.0)]]
 
 
+BELOW_ROUNDING = np.random.default_rng(0).normal(scale=1e-7, size=(4, 6))
+
+
+@pytest.mark.parametrize(("name", "reward"), [("whitened", 0.0), ("whitened", 1.0), ("leave_one_out", 0.0), ("gae", 0.0)])
+def test_a_kl_below_rounding_is_no_kl(scored, name, reward):
+    """Policy and reference are the same, and two computations of one log-prob differ by 1e-7: whitening makes no step of it."""
+    behavior = -np.ones((4, 6))
+    group = scored([reward] * 4, behavior=behavior.tolist(), reference=behavior + BELOW_ROUNDING)
+    group.signals["value"] = tuple(np.zeros(6) for _ in range(4))
+    assert credit.is_dead(getattr(credit, name)([group], beta=0.05)[0])
+
+
+@pytest.mark.parametrize("name", ["whitened", "leave_one_out", "gae"])
+def test_the_kl_is_taken_from_one_computation_where_there_is_one(scored, name):
+    """In bfloat16, and with another engine, the sampler's log-probs are off by 1e-2; what the trainer scored is the reference's."""
+    behavior = -np.ones((4, 6))
+    scored_logp = behavior + 1e5 * BELOW_ROUNDING
+    group = scored([0.0] * 4, behavior=behavior.tolist(), reference=scored_logp)
+    group.signals["value"] = tuple(np.zeros(6) for _ in range(4))
+    function = getattr(credit, name)
+    assert not credit.is_dead(function([group], beta=0.05)[0])
+    group.signals["scored_logp"] = tuple(scored_logp)
+    assert credit.is_dead(function([group], beta=0.05)[0])
+
+
+def test_a_critic_that_knows_the_reward_but_for_rounding_leaves_nothing_to_whiten(scored):
+    group = scored([0.5] * 4, lengths=[6] * 4)
+    group.signals["value"] = tuple(np.full(6, 0.5, np.float32) + BELOW_ROUNDING.astype(np.float32) / 4)
+    assert credit.is_dead(credit.gae([group])[0])
+    group.signals["value"] = tuple(np.linspace(0.4, 0.6, 6) for _ in range(4))
+    assert not credit.is_dead(credit.gae([group])[0])
+
+
 NAN = float("nan")
 
 
@@ -261,7 +320,7 @@ def test_maxrl_divides_by_what_the_group_reached(scored):
     assert [a[0] for a in found] == pytest.approx([0.5, 0.5, -1.0, 0.0])
     for dead in ([0, 0, 0], [1, 1, 1], [None, None], [0.1] * 8):
         assert not any(a.any() for a in credit.maxrl([scored(dead)])[0])
-    assert credit.compares_siblings(credit.maxrl)
+    assert fact(credit.maxrl, "compares_siblings")
 
 
 def test_maxrl_is_the_gradient_of_the_mean_over_successes(scored):

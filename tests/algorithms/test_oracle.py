@@ -185,16 +185,18 @@ def test_loss_case_metrics(case, content):
     logp_BT, entropy_BT = tensor(case["inputs"]["logps"]), tensor(case["inputs"]["entropies"])
     terms, (rows, _) = terms_of(case, logp_BT, entropy_BT)
     algorithm = algorithm_of(config)
-    log_ratio_M = algorithm.ratio(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments)
-    advantage_M = terms.advantage_M
+    log_ratio_M, cut_M, advantage_M = algorithm.log_ratio(terms), algorithm.cut(terms), terms.advantage_M
     if config["importance_sampling_level"] == "sequence" and not isinstance(case["inputs"]["advantages"][0], list):
         # TRL counts completions at this level, empty ones included; the library counts tokens.
         first = [int(torch.nonzero(rows == s)[0]) if (rows == s).any() else None for s in range(terms.segments)]
         log_ratio_M = torch.stack([tensor(0.0) if i is None else log_ratio_M[i] for i in first])
+        cut_M = torch.stack([torch.tensor(False) if i is None else cut_M[i] for i in first])
         advantage_M = tensor(case["inputs"]["advantages"])
-    if config["delta"] is not None:
-        log_ratio_M = log_ratio_M.clamp(max=math.log(config["delta"]))  # TRL looks at the ratio after this cap
-    found = diagnostics.ratio(log_ratio_M, advantage_M, algorithm.clip_range)
+    if config["delta"] is not None:  # TRL counts neither what lies beyond it nor that what it caps has no gradient
+        above_M = log_ratio_M > math.log(config["delta"])
+        assert (cut_M | ~above_M | (advantage_M == 0)).all()
+        cut_M = cut_M & ~(above_M & ((advantage_M < 0) | (config["delta"] < 1 + options(algorithm.surrogate)["high"])))
+    found = diagnostics.ratio(log_ratio_M, cut_M)
     if rows.numel() == 0:
         return
     close = partial(pytest.approx, abs=1e-6)
@@ -203,7 +205,10 @@ def test_loss_case_metrics(case, content):
         assert found["clip/high"] == close(expected["clip_ratio/high_mean"])
         assert found["clip/low"] + found["clip/high"] == close(expected["clip_ratio/region_mean"])
     if "cispo_clip_ratio" in expected:
-        assert found["clip/high"] == close(expected["cispo_clip_ratio"])
+        # TRL counts the tokens whose weight is capped; no gradient is cut, so here they are none.
+        capped_M = (log_ratio_M > math.log(options(algorithm.surrogate)["cap"])) & (advantage_M > 0)
+        assert float(capped_M.double().mean()) == close(expected["cispo_clip_ratio"])
+        assert found["clip/low"] == found["clip/high"] == 0.0
     assert float(terms.entropy_M.mean()) == close(expected["entropy"])
     if "kl" in expected:
         kl_M = with_trl_kl(case, algorithm, terms).kl(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M)

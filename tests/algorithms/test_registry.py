@@ -236,7 +236,6 @@ def test_a_new_surrogate_is_one_function_and_one_row():
     expected = -terms.advantage_M * terms.logp_M + (terms.logp_M - terms.behavior_logp_M).square() / 2
     torch.testing.assert_close(row.loss(terms), expected)
     torch.testing.assert_close(row.total(terms, torch.full((8,), 0.25, dtype=torch.float64)), expected.sum() / 4)
-    assert row.clip_range is None
     assert describe(row.surrogate) == "squared_trust(width=2.0)"
 
 
@@ -311,7 +310,6 @@ def test_a_recipe_replaces_single_parts():
     assert chosen.needs_reference
     assert chosen.needs_entropy
     assert chosen.needs_forking
-    assert chosen.clip_range == (0.9, 1.2)
 
 
 def test_keywords_alone_change_the_presets_own_function():
@@ -328,12 +326,43 @@ def test_the_kl_of_rloo_goes_into_its_credit():
     assert (options(plain.credit)["beta"], plain.loss_beta) == (0.0, 0.05)
 
 
-def test_clip_ranges():
-    ranges = {name: row.clip_range for name, row in ALGORITHMS.items()}
-    assert ranges["dapo"] == (0.8, 1.28)
-    assert ranges["cispo"] == (0.0, 5.0)
-    assert ranges["gmpo"] == pytest.approx((math.exp(-0.4), math.exp(0.4)))
-    assert ranges["sapo"] is ranges["vespo"] is None
+@pytest.mark.parametrize(
+    ("surrogate", "ratio", "advantage", "cut"),
+    [
+        ("clipped", 1.5, 1.0, True),
+        ("clipped", 1.5, -1.0, False),
+        ("clipped", 0.5, -1.0, True),
+        ("clipped", 0.5, 1.0, False),
+        ({"name": "clipped", "delta": 2.0}, 3.0, -1.0, True),
+        ({"name": "clipped", "delta": 2.0}, 1.5, -1.0, False),
+        ({"name": "clipped", "dual": 3.0}, 4.0, -1.0, True),
+        ({"name": "cispo", "cap": 2.0}, 4.0, 1.0, False),
+        ({"name": "geometric", "clip": 0.1}, 1.5, 1.0, True),
+        ({"name": "importance", "drop": 0.1}, 0.5, 1.0, True),
+        ("sapo", 3.0, 1.0, False),
+        ("reinforce", 3.0, 1.0, False),
+    ],
+)
+def test_a_surrogate_says_itself_which_gradients_it_cuts(surrogate, ratio, advantage, cut):
+    """CISPO caps a weight and cuts no gradient; two-sided and dual clipping cut gradients beyond a bound of their own."""
+    algorithm = resolve("grpo", GroupSettings(surrogate=surrogate), 8)
+    behavior_M = torch.tensor([0.25], dtype=torch.float64).log()
+    terms = Terms(
+        logp_M=behavior_M + math.log(ratio),
+        behavior_logp_M=behavior_M,
+        advantage_M=torch.tensor([advantage], dtype=torch.float64),
+        segment_M=torch.zeros(1, dtype=torch.int64),
+        segments=1,
+    )
+    assert algorithm.cut(terms).tolist() == [cut]
+
+
+def test_an_option_of_ones_own_that_is_called_clip_makes_no_clip_range():
+    def mine(terms, *, clip=0.5):
+        return -terms.advantage_M * terms.logp_M
+
+    row = replace(ALGORITHMS["grpo"], surrogate=mine)
+    assert not row.cut(terms_of()).any()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from groupwise.algorithms.registry import PARTS, _parameters
+from groupwise.algorithms.parts import parameters
+from groupwise.algorithms.registry import PARTS
 from groupwise.cli.commands import main
 from groupwise.config import settings
 from groupwise.config.recipes import load_recipe, parse_stages
@@ -108,7 +109,7 @@ def test_what_parts_take_is_what_the_table_says() -> None:
             if place == "kl":
                 continue
             hints = get_type_hints(function, include_extras=True)
-            takes = {key: hints[key] for key in _parameters(function) if not (place == "credit" and key == "beta")}
+            takes = {key: hints[key] for key in parameters(function) if not (place == "credit" and key == "beta")}
             assert dict(settings.PART_OPTIONS.get(name, {})) == takes, name
 
 

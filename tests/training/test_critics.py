@@ -369,7 +369,6 @@ def test_ppo_is_under_200_lines_of_its_own() -> None:
         credit._discounted,
         credit.returns,
         kl_estimators.k3_numbers,
-        credit.needs_value,
         losses.clipped_value,
     ]
     parts += [kl_estimators.k3_numbers, losses.clipped_value]

@@ -14,6 +14,7 @@ import torch
 from rule_rewards import Rule, RuleRewards
 
 from groupwise.algorithms.losses import Terms
+from groupwise.algorithms.parts import fact, options
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, resolve
 from groupwise.config.settings import ALONE, CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import Diverged, RewardError
@@ -287,6 +288,37 @@ def test_more_minibatches_than_groups_keep_the_first_pass_apart(run: Callable) -
     assert step.metrics["ratio/max"] > 1.001
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", ["ppo", "reinforce_pp", "rloo"])
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_equal_rewards_of_a_policy_that_is_its_reference_give_no_gradient(
+    preset: str, beta: float, dtype: torch.dtype, run: Callable, tiny_policy: Callable
+) -> None:
+    """The KL in the reward is the difference of two computations of one number: rounding must not become a step."""
+    _, steps = run(preset, lambda tokens: 0.0, steps=1, policy=tiny_policy("llama", scale=2.0, dtype=dtype), beta=beta)
+    step = next(steps)
+    assert not any(advantage.any() for row in step.advantages for advantage in row)
+    assert step.metrics["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("preset", ["ppo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_whitening_leaves_out_what_truncation_masks(preset: str, scored_group: Callable) -> None:
+    """14 of 16 completions are masked: the mean and the deviation are those of the tokens that are trained."""
+    algorithm = resolve(preset, GroupSettings(group_size=16, truncated="mask"), 8)
+    group = scored_group([0.0] * 14 + [1.0, 0.5], [4] * 14 + [4, 5], truncated=tuple(range(14)))
+    group = replace(group, signals={"value": tuple(np.zeros(len(r)) for r in group.rollouts)})
+    (advantages,) = algorithm.advantages([group])
+    samples = weigh([group], [advantages], algorithm)
+    assert [sample.index for sample in samples] == [14, 15]
+    trained = np.concatenate([sample.advantage for sample in samples])
+    ddof = options(algorithm.credit)["ddof"]
+    assert trained.mean() == pytest.approx(0.0, abs=1e-9)
+    assert trained.std(ddof=ddof) == pytest.approx(1.0, rel=1e-6)
+    assert {float(np.sign(one[0])) for one in advantages[14:]} == {1.0, -1.0}
+    targets = algorithm.returns([group])[0] if algorithm.needs_value else []
+    assert all(np.isnan(one).all() for one in targets[:14])
+
+
 def broken(terms: Terms) -> torch.Tensor:
     """A surrogate whose gradient is not finite."""
     return terms.logp_M * math.inf
@@ -324,9 +356,7 @@ def test_the_credit_decides_which_group_is_dead(preset: str, alive: bool, scored
 
 
 def test_presets_that_need_no_siblings_are_the_ones_that_say_so() -> None:
-    from groupwise.algorithms.advantages import compares_siblings
-
-    assert {name for name, row in ALGORITHMS.items() if not compares_siblings(row.credit)} == set(ALONE)
+    assert {name for name, row in ALGORITHMS.items() if not fact(row.credit, "compares_siblings")} == set(ALONE)
     assert all(row.beta == 0.0 for row in ALGORITHMS.values()), "validation takes a beta that is not set for 0"
 
 

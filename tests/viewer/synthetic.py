@@ -51,7 +51,7 @@ def make_step(
     """A step whose rewards rise with its number; a token is a character of `texts`, or of a made-up answer."""
     chance = np.random.default_rng(number)
     found = []
-    columns: dict[str, list[list[np.ndarray]]] = {name: [] for name in ("weight", "entropy", "clipped", "last_logp")}
+    columns: dict[str, list[list[np.ndarray]]] = {name: [] for name in ("weight", "entropy", "clipped", "gradient", "last_logp")}
     advantages, current = [], []
     for g in range(groups):
         asked = (number * groups + g) % prompts
@@ -103,6 +103,8 @@ def make_step(
         columns["last_logp"].append([r.behavior_logp + by for r, by in zip(rollouts, moved, strict=True)])
         cut = [clipped & (by * np.sign(a) > 0) & (np.abs(np.exp(by) - 1) > 0.2) for by, a in zip(moved, advantage, strict=True)]
         columns["clipped"].append([one.astype(np.float32) for one in cut])
+        pushes = zip(moved, cut, rollouts, advantage, strict=True)
+        columns["gradient"].append([np.abs(a) * np.exp(by) * ~out / len(r) / size for by, out, r, a in pushes])
     every = np.concatenate([group.reward for group in found])
     metrics = {
         "reward": float(every.mean()),

@@ -1,8 +1,9 @@
 """Rewards of a group -> advantage of every completion token.
 
 Every function takes the groups of a whole rollout and returns, per group and completion, a float64 array (n,).  Statistics are
-float64.  Two rules hold everywhere: rewards that are all equal (max == min) give exactly 0, because the floating-point standard
-deviation of eight times 0.1 is not 0; and an unscorable completion (reward NaN) enters no statistic and gets exactly 0.
+float64.  Three rules hold everywhere.  Rewards that differ by no more than rounding (`records.alike`) give exactly 0: the
+floating-point standard deviation of eight times 0.1 is not 0, and 0.1 + 0.2 is not 0.3.  A KL that is no more than the rounding of
+log-probs (`LOGP_ROUNDING`) is 0.  An unscorable completion (reward NaN) enters no statistic and gets exactly 0.
 
 G completions of a group   n tokens of a completion   K reward functions
 """
@@ -10,23 +11,26 @@ G completions of a group   n tokens of a completion   K reward functions
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated, Literal
 
 import numpy as np
 from annotated_types import Ge, Le
 
 from groupwise.algorithms.kl_estimators import k3_numbers
+from groupwise.algorithms.parts import called, checked_advantages, declares, parameters
 from groupwise.errors import ConfigError
-from groupwise.records import Rollout, Scored
+from groupwise.records import TIE, Rollout, Scored, alike
 
 Advantages = list[list[np.ndarray]]
 Freedom = Literal[0, 1]
 """ddof of a standard deviation: 1 divides by n - 1 (TRL), 0 by n (the paper)."""
 NotNegative = Annotated[float, Ge(0.0)]
 Share = Annotated[float, Ge(0.0), Le(1.0)]
+LOGP_ROUNDING = 1e-5
+"""Nats, root mean square over tokens: two computations of one log-prob in float32 lie no further apart."""
 
 
+@declares(compares_siblings=True)
 def standardized(
     groups: Sequence[Scored],
     *,
@@ -39,21 +43,23 @@ def standardized(
     `scale="batch"` divides by the std of all rewards of the batch (the mean stays the group's), `"none"` by nothing.
     For the rewards [1, 0, 0.5] the default gives +-0.9998, and `ddof=0, eps=0` gives +-1.2247.
     """
-    deviations = [_deviation(_float64(group.reward)) for group in groups]
+    deviations = [_deviation(_rewards(group)) for group in groups]
     if scale == "none":
         return _spread(groups, deviations)
     if scale == "batch":
-        spreads = [_std(np.concatenate([_float64(group.reward) for group in groups]), ddof)] * len(groups)
+        spreads = [_std(np.concatenate([_rewards(group) for group in groups]), ddof)] * len(groups)
     else:
-        spreads = [_std(_float64(group.reward), ddof) for group in groups]
+        spreads = [_std(_rewards(group), ddof) for group in groups]
     return _spread(groups, [_over(deviation, std, eps) for deviation, std in zip(deviations, spreads, strict=True)])
 
 
+@declares(compares_siblings=True)
 def centered(groups: Sequence[Scored]) -> Advantages:
     """`A_i = r_i - mean` (Dr. GRPO, 2503.20783): dividing by the std would favour prompts that are too easy or too hard."""
     return standardized(groups, scale="none")
 
 
+@declares(compares_siblings=True)
 def leave_one_out(
     groups: Sequence[Scored],
     *,
@@ -68,10 +74,8 @@ def leave_one_out(
     `scale="batch"` divides by the std of all advantages of the batch.
     """
     advantages = []
-    for group in groups:
-        reward_G = _float64(group.reward)
-        if beta:
-            reward_G = reward_G - beta * np.array([kl_n.sum() for kl_n in _reference_gap(group)])
+    for group, gaps in zip(groups, _reference_gaps(groups, beta), strict=True):
+        reward_G = _rewards(group) - beta * np.array([gap_n.sum() for gap_n in gaps])
         known = np.count_nonzero(~np.isnan(reward_G))
         advantages.append(_deviation(reward_G) * (known / max(known - 1, 1)))  # r - mean of others = n / (n - 1) (r - mean)
     if scale == "batch":
@@ -80,6 +84,7 @@ def leave_one_out(
     return _spread(groups, advantages)
 
 
+@declares(compares_siblings=True)
 def maxrl(groups: Sequence[Scored]) -> Advantages:
     """`A_i = (r_i - mean) / mean`: the gradient of log p(success), not of p(success), to the order that G samples allow (MaxRL,
     2602.02710).
@@ -88,7 +93,7 @@ def maxrl(groups: Sequence[Scored]) -> Advantages:
     """
     advantages = []
     for group in groups:
-        reward_G = _float64(group.reward)
+        reward_G = _rewards(group)
         mean = float(np.nanmean(reward_G)) if not np.isnan(reward_G).all() else 0.0
         advantages.append(_deviation(reward_G) / mean if mean > 0.0 else np.zeros(reward_G.size))
     return _spread(groups, advantages)
@@ -97,9 +102,10 @@ def maxrl(groups: Sequence[Scored]) -> Advantages:
 def batch_centered(groups: Sequence[Scored]) -> Advantages:
     """`A_i = r_i - mean over the batch`: REINFORCE's baseline (Williams 1992), which asks for no siblings."""
     sizes = np.cumsum([group.reward.size for group in groups])[:-1]
-    return _spread(groups, np.split(_deviation(np.concatenate([_float64(group.reward) for group in groups])), sizes))
+    return _spread(groups, np.split(_deviation(np.concatenate([_rewards(group) for group in groups])), sizes))
 
 
+@declares(compares_siblings=True)
 def decoupled(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative = 1e-4) -> Advantages:
     """Standardize each reward function within the group, add them up weighted, divide by the batch's std (GDPO, 2601.05242).
 
@@ -116,6 +122,7 @@ def decoupled(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative =
     return _spread(groups, [_over(sum_G, std, eps) for sum_G in sums])
 
 
+@declares(compares_siblings=lambda options: options["baseline"])
 def whitened(
     groups: Sequence[Scored],
     *,
@@ -129,11 +136,9 @@ def whitened(
     `baseline=True` takes the group's mean from r first (REINFORCE++-baseline); a group of equal rewards then stays at exactly 0.
     """
     values: list[list[np.ndarray]] = []
-    for group in groups:
-        reward_G = _float64(group.reward)
-        start_G = _deviation(reward_G) if baseline else reward_G
-        future = [np.cumsum(kl_n[::-1])[::-1] for kl_n in _reference_gap(group)] if beta else [0.0] * len(reward_G)
-        values.append([start + np.zeros(len(o)) - beta * kl for start, kl, o in zip(start_G, future, group.rollouts, strict=True)])
+    for group, gaps in zip(groups, _reference_gaps(groups, beta), strict=True):
+        start_G = _deviation(_rewards(group)) if baseline else _rewards(group)
+        values.append([start - beta * np.cumsum(gap_n[::-1])[::-1] for start, gap_n in zip(start_G, gaps, strict=True)])
     silent = [baseline and not any(np.nan_to_num(value).any() for value in completions) for completions in values]
     return [
         [np.zeros(value.size) if zero else value for value in completions]
@@ -141,6 +146,7 @@ def whitened(
     ]
 
 
+@declares(reads=("value",))
 def gae(
     groups: Sequence[Scored],
     *,
@@ -162,9 +168,8 @@ def gae(
     (`returns`), if it is to be another one (1: what was really earned, VC-PPO 2503.01491).
     """
     advantages = []
-    for group in groups:
-        gaps = _reference_gap(group) if beta else [np.zeros(len(rollout)) for rollout in group.rollouts]
-        columns = zip(group.rollouts, _float64(group.reward), _signal(group, "value"), gaps, strict=True)
+    for group, gaps in zip(groups, _reference_gaps(groups, beta), strict=True):
+        columns = zip(group.rollouts, _rewards(group), _signal(group, "value"), gaps, strict=True)
         advantages.append(
             [
                 _discounted(rollout, reward, _float64(value_n), beta * (gap_n if kl == "k1" else k3_numbers(gap_n)), gamma, lam)
@@ -172,7 +177,8 @@ def gae(
             ]
         )
     if whiten:
-        advantages = _whiten(groups, advantages, ddof, eps)
+        values = [np.abs(value_n).max(initial=0.0) for group in groups for value_n in _signal(group, "value")]
+        advantages = _whiten(groups, advantages, ddof, eps, size=max(values, default=0.0))
     return [[np.nan_to_num(advantage_n) for advantage_n in completions] for completions in advantages]
 
 
@@ -189,10 +195,14 @@ def _discounted(rollout: Rollout, reward: float, value_n: np.ndarray, price_n: n
 def returns(groups: Sequence[Scored], credit: Callable[..., Advantages]) -> Advantages:
     """What a value function should have said of every token: `V_t + A_t` by `credit`, not whitened, at its `value_lam`.
 
+    `credit`: reads the signal `value`; where it has the options `whiten` and `lam`, these are set so.
     NaN where nothing is to be learnt: at tokens that are not trained, and in a completion without a reward.
     """
-    other = credit.keywords.get("value_lam") if isinstance(credit, partial) else None
-    found = credit(groups, whiten=False, **({} if other is None else {"lam": other}))
+    options = {name: one.default for name, one in parameters(credit).items()}
+    changed = {"whiten": False} if "whiten" in options else {}
+    if options.get("value_lam") is not None:
+        changed["lam"] = options["value_lam"]
+    unwhitened = checked_advantages(credit, called("credit", credit, groups, **changed), groups)
     return [
         [
             np.where(rollout.trained & ~np.isnan(reward), _float64(value_n) + advantage_n, np.nan)
@@ -200,10 +210,11 @@ def returns(groups: Sequence[Scored], credit: Callable[..., Advantages]) -> Adva
                 group.rollouts, group.reward, _signal(group, "value"), advantages, strict=True
             )
         ]
-        for group, advantages in zip(groups, found, strict=True)
+        for group, advantages in zip(groups, unwhitened, strict=True)
     ]
 
 
+@declares(reads=("process",))
 def process(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative = 1e-4) -> Advantages:
     """`A_it = sum of the standardized rewards of the steps that end at or after t` (DeepSeekMath 2402.03300, 4.1.3).
 
@@ -220,6 +231,7 @@ def process(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative = 1
     return advantages
 
 
+@declares(reads=("teacher_logp",), needs_reward=False)
 def reverse_kl(groups: Sequence[Scored], *, gamma: Share = 1.0, own: bool = True, normalize: bool = False) -> Advantages:
     """`A_t = sum_{s >= t} gamma^(s - t) R_s`, `R = log p - log q`: the policy gradient of KL(student q || teacher p), the rewards'
     place taken by a teacher (signal `teacher_logp`).
@@ -232,9 +244,8 @@ def reverse_kl(groups: Sequence[Scored], *, gamma: Share = 1.0, own: bool = True
     advantages = []
     for group in groups:
         teacher = _signal(group, "teacher_logp")
-        student = group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts)
         found = []
-        for rollout, p_n, q_n in zip(group.rollouts, teacher, student, strict=True):
+        for rollout, p_n, q_n in zip(group.rollouts, teacher, _policy_logp(group), strict=True):
             places = np.flatnonzero(rollout.trained)
             ratio_k = (_float64(p_n) - _float64(q_n))[places]
             advantage_n, total, powers = np.zeros(len(rollout)), 0.0, 0.0
@@ -248,6 +259,7 @@ def reverse_kl(groups: Sequence[Scored], *, gamma: Share = 1.0, own: bool = True
     return advantages
 
 
+@declares(needs_reward=False)
 def nothing(groups: Sequence[Scored]) -> Advantages:
     """0 everywhere: what is learnt comes from a teacher's distributions, not from what was drawn."""
     return [[np.zeros(len(rollout)) for rollout in group.rollouts] for group in groups]
@@ -258,69 +270,44 @@ def is_dead(advantages: Sequence[np.ndarray]) -> bool:
     return not any(np.any(advantage_n) for advantage_n in advantages)
 
 
-def compares_siblings(credit: Callable) -> bool:
-    """True if a group of one completion would get no advantage from `credit` (a function of this file, or a partial of one)."""
-    function, keywords = (credit.func, credit.keywords) if isinstance(credit, partial) else (credit, {})
-    return function in _COMPARES_SIBLINGS or bool(keywords.get("baseline"))
-
-
-def needs_value(credit: Callable) -> bool:
-    """True if `credit` (a function of this file, or a partial of one) reads the signal `value`: a critic must be trained."""
-    return (credit.func if isinstance(credit, partial) else credit) in VALUE_BASED
-
-
-VALUE_BASED: set[Callable] = {gae}
-"""Credits that read the signal `value` and take the keyword `whiten`.  Add your own if that holds for it."""
-
-
-def needs_teacher(credit: Callable) -> bool:
-    """True if `credit` reads the signal `teacher_logp`."""
-    return (credit.func if isinstance(credit, partial) else credit) is reverse_kl
-
-
-def needs_steps(credit: Callable) -> bool:
-    """True if `credit` reads the signal `process`: rewards of steps, or of an episode's turns."""
-    return (credit.func if isinstance(credit, partial) else credit) is process
-
-
-def needs_reward(credit: Callable) -> bool:
-    """False if `credit` never looks at a reward."""
-    return (credit.func if isinstance(credit, partial) else credit) not in (reverse_kl, nothing)
-
-
-_COMPARES_SIBLINGS = {standardized, centered, leave_one_out, decoupled, maxrl}
-
-
 def _float64(values: np.ndarray) -> np.ndarray:
     return np.asarray(values, dtype=np.float64)
 
 
+def _rewards(group: Scored) -> np.ndarray:
+    """The group's rewards (G,), float64; those of a dead group, whose sums may differ by rounding, are one number."""
+    reward_G = _float64(group.reward)
+    if not group.dead or np.isnan(reward_G).all():
+        return reward_G
+    return np.where(np.isnan(reward_G), np.nan, reward_G[~np.isnan(reward_G)][0])
+
+
 def _deviation(values: np.ndarray) -> np.ndarray:
-    """values - mean of what is known; exactly 0 where all known values are equal; NaN stays NaN."""
-    known = values[~np.isnan(values)]
-    if known.size == 0 or known.max() == known.min():
+    """values - mean of what is known; exactly 0 where all known values are alike; NaN stays NaN."""
+    if alike(values):
         return np.where(np.isnan(values), np.nan, 0.0)
-    return values - known.mean()
+    return values - values[~np.isnan(values)].mean()
 
 
 def _std(values: np.ndarray, ddof: int) -> float:
-    """Standard deviation of what is known; exactly 0 if all of it is equal."""
-    known = values[~np.isnan(values)]
-    constant = known.size == 0 or known.max() == known.min()
-    return 0.0 if constant else float(known.std(ddof=ddof))
+    """Standard deviation of what is known; exactly 0 if all of it is alike."""
+    return 0.0 if alike(values) else float(values[~np.isnan(values)].std(ddof=ddof))
 
 
 def _over(deviation: np.ndarray, std: float, eps: float) -> np.ndarray:
     return deviation / (std + eps) if std > 0.0 else np.where(np.isnan(deviation), np.nan, 0.0)
 
 
-def _whiten(groups: Sequence[Scored], values: Advantages, ddof: int, eps: float) -> Advantages:
-    """Values less their mean, over their standard deviation, over all trained tokens; exactly 0 if all are equal; NaN -> 0."""
+def _whiten(groups: Sequence[Scored], values: Advantages, ddof: int, eps: float, size: float = 0.0) -> Advantages:
+    """Values less their mean, over their standard deviation, over all trained tokens; exactly 0 if all are alike; NaN -> 0.
+
+    size: of the largest number that the values are differences of; a spread within its rounding is none.
+    """
     trained = [v[o.trained] for group, vs in zip(groups, values, strict=True) for v, o in zip(vs, group.rollouts, strict=True)]
     pool = np.concatenate(trained)
     pool = pool[~np.isnan(pool)]
     mean, std = (pool.mean(), _std(pool, ddof)) if pool.size else (0.0, 0.0)
-    if std == 0.0:
+    if std <= TIE * size:
         return [[np.zeros(value.size) for value in completions] for completions in values]
     return [[np.nan_to_num((value - mean) / (std + eps)) for value in completions] for completions in values]
 
@@ -333,13 +320,29 @@ def _spread(groups: Sequence[Scored], advantages: Sequence[np.ndarray]) -> Advan
     ]
 
 
-def _reference_gap(group: Scored) -> list[np.ndarray]:
-    """b - ref of every token, nats; 0 at tokens that the policy did not write."""
-    reference = _signal(group, "reference_logp")
-    return [
-        np.where(rollout.trained, _float64(rollout.behavior_logp) - _float64(reference_n), 0.0)
-        for rollout, reference_n in zip(group.rollouts, reference, strict=True)
+def _reference_gaps(groups: Sequence[Scored], beta: float) -> Advantages:
+    """q - ref of every token, nats; 0 at tokens that the policy did not write, and everywhere if `beta` is 0.
+
+    q is what the policy said before its first update: `scored_logp`, which the trainer computed as it computed ref, else `b`.  If
+    the two differ by no more than rounding (`LOGP_ROUNDING`), they are the same: whitening would make a full step of the rest.
+    """
+    if not beta:
+        return [[np.zeros(len(rollout)) for rollout in group.rollouts] for group in groups]
+    gaps = [
+        [
+            np.where(rollout.trained, _float64(q_n) - _float64(reference_n), 0.0)
+            for rollout, q_n, reference_n in zip(group.rollouts, _policy_logp(group), _signal(group, "reference_logp"), strict=True)
+        ]
+        for group in groups
     ]
+    squares = sum(float(np.square(gap_n).sum()) for completions in gaps for gap_n in completions)
+    tokens = sum(int(rollout.trained.sum()) for group in groups for rollout in group.rollouts)
+    return gaps if squares > LOGP_ROUNDING**2 * tokens else _reference_gaps(groups, 0.0)
+
+
+def _policy_logp(group: Scored) -> tuple[np.ndarray, ...]:
+    """Log-probs of the policy before its first update: `scored_logp`, where the trainer has computed them, else `b`."""
+    return group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts)
 
 
 def _signal(group: Scored, name: str) -> tuple[np.ndarray, ...]:

@@ -14,16 +14,16 @@ from torch import Tensor
 from groupwise.algorithms.losses import LIMIT, guarded_exp
 
 
-def ratio(log_ratio_N: Tensor, advantage_N: Tensor, clip_range: tuple[float, float] | None = None) -> dict[str, float]:
+def ratio(log_ratio_N: Tensor, cut_N: Tensor | None = None) -> dict[str, float]:
     """The importance ratio at the algorithm's level: its range, its effective sample size, and how much of it is clipped.
 
     `ratio/kl` estimates KL(behaviour || policy) as mean(rho - 1 - log rho).  `ratio/ess` is (sum rho)^2 / (N sum rho^2), 1 when
-    on-policy.  `clip/low` is the share of tokens below the clip range with A < 0, `clip/high` that of tokens above it with A > 0:
-    the ones whose gradient is cut.
+    on-policy.  cut_N: bool, the tokens whose gradient the surrogate cut (`Algorithm.cut`); `clip/low` is the share of those with a
+    ratio below 1, `clip/high` that of the others.
     """
     if log_ratio_N.numel() == 0:
         return {}
-    log_ratio_N, advantage_N = log_ratio_N.detach().double(), advantage_N.double()
+    log_ratio_N = log_ratio_N.detach().double()
     ratio_N = guarded_exp(log_ratio_N)
     values = {
         "ratio/mean": ratio_N.mean(),
@@ -32,18 +32,10 @@ def ratio(log_ratio_N: Tensor, advantage_N: Tensor, clip_range: tuple[float, flo
         "ratio/kl": (ratio_N - 1 - log_ratio_N).mean(),
         "ratio/ess": ratio_N.sum().square() / (ratio_N.square().sum() * ratio_N.numel()),
     }
-    if clip_range is not None:
-        clipped_N = clipped(log_ratio_N, advantage_N, clip_range)
-        values["clip/low"] = (clipped_N & (advantage_N < 0)).double().mean()
-        values["clip/high"] = (clipped_N & (advantage_N > 0)).double().mean()
+    if cut_N is not None:
+        values["clip/low"] = (cut_N & (log_ratio_N < 0)).double().mean()
+        values["clip/high"] = (cut_N & (log_ratio_N >= 0)).double().mean()
     return _floats(values)
-
-
-def clipped(log_ratio_N: Tensor, advantage_N: Tensor, clip_range: tuple[float, float]) -> Tensor:
-    """bool (N,): the tokens whose gradient is cut, their ratio being below the range with A < 0 or above it with A > 0."""
-    low, high = clip_range
-    ratio_N = guarded_exp(log_ratio_N.detach().double())
-    return ((ratio_N < low) & (advantage_N < 0)) | ((ratio_N > high) & (advantage_N > 0))
 
 
 def progress(logp_N: Tensor, advantage_N: Tensor) -> dict[str, float]:

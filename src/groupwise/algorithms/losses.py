@@ -20,6 +20,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from groupwise.algorithms.parts import declares
+
 LIMIT = 20.0
 """Nats beyond which an exponential continues as its tangent, so that neither a value nor a gradient overflows in float32."""
 FLOOR = math.log(1e-8)
@@ -77,6 +79,7 @@ Surrogate = Callable[..., Tensor]
 # ---- ratio levels: (logp_M, behavior_logp_M, segment_M, segments) -> log_ratio_M ---------------------------------------------
 
 
+@declares(per_token=True)
 def token(logp_M: Tensor, behavior_logp_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
     """`l - b`: every token has its own ratio (GRPO, PPO)."""
     return logp_M - behavior_logp_M
@@ -100,6 +103,7 @@ def sequence_token(logp_M: Tensor, behavior_logp_M: Tensor, segment_M: Tensor, s
 # ---- surrogates: (terms, settings) -> loss_M ---------------------------------------------------------------------------------
 
 
+@declares(per_token=True)
 def clipped(
     terms: Terms,
     *,
@@ -123,6 +127,7 @@ def clipped(
     return -gain_M
 
 
+@declares(per_token=True)
 def cispo(terms: Terms, *, cap: AboveOne = 5.0) -> Tensor:
     """`-sg[min(rho, cap)] A l`: the weight is capped, the gradient of no token is dropped (MiniMax-M1, 2506.13585).
 
@@ -131,12 +136,14 @@ def cispo(terms: Terms, *, cap: AboveOne = 5.0) -> Tensor:
     return -guarded_exp(terms.log_ratio_M.detach()).clamp(max=cap) * terms.advantage_M * terms.logp_M
 
 
+@declares(per_token=True)
 def sapo(terms: Terms, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> Tensor:
     """`-(4 / tau) sigmoid(tau (rho - 1)) A`: a soft trust region, tau by the sign of A (SAPO, 2511.20347)."""
     tau_M = torch.full_like(terms.logp_M, tau_neg).masked_fill(terms.advantage_M > 0, tau_pos)
     return -4 / tau_M * torch.sigmoid(tau_M * (guarded_exp(terms.log_ratio_M) - 1)) * terms.advantage_M
 
 
+@declares(ratio_level="sequence_sum", folds_mismatch=True)
 def vespo(
     terms: Terms,
     *,
@@ -162,6 +169,7 @@ def vespo_weight(terms: Terms, k_M: Tensor, lam_M: Tensor) -> Tensor:
     return (lam_M + k_M * s_M - lam_M * s_M.exp()).exp().nan_to_num(nan=0.0, posinf=0.0)
 
 
+@declares(ratio_level="token")
 def geometric(terms: Terms, *, clip: Positive = 0.4) -> Tensor:
     """`-A x geometric mean of the token ratios`, each clipped on the side that A pushes it to (GMPO, 2507.20673).
 
@@ -172,11 +180,13 @@ def geometric(terms: Terms, *, clip: Positive = 0.4) -> Tensor:
     return -guarded_exp(segment_mean(log_ratio_M, terms.segment_M, terms.segments))[terms.segment_M] * terms.advantage_M
 
 
+@declares(per_token=True, ratio_level="token")
 def reinforce(terms: Terms) -> Tensor:
     """`-A l`: the plain policy gradient, no importance ratio."""
     return -terms.advantage_M * terms.logp_M
 
 
+@declares(per_token=True)
 def importance(terms: Terms, *, drop: Annotated[float, Gt(0.0), Le(1.0)] = 0.2) -> Tensor:
     """`-rho A`, dropped where the token's probability has fallen by more than `drop` since it was drawn: too stale to teach.
 
@@ -186,21 +196,10 @@ def importance(terms: Terms, *, drop: Annotated[float, Gt(0.0), Le(1.0)] = 0.2) 
     return -guarded_exp(terms.log_ratio_M) * terms.advantage_M * fresh_M
 
 
+@declares(per_token=True, ratio_level="token", reads_logp=False)
 def silent(terms: Terms) -> Tensor:
     """0: nothing is learnt from advantages."""
     return 0.0 * terms.logp_M
-
-
-PER_TOKEN: set[Callable] = {token, clipped, cispo, sapo, reinforce, importance, silent}
-"""Ratio levels and surrogates whose loss of a token depends on that token alone, so that its gradient can be taken while the
-log-probs of the other tokens do not exist yet.  Add your own if that holds for it."""
-
-OWN_RATIO: dict[Callable, Callable] = {vespo: sequence_sum, geometric: token, reinforce: token, silent: token}
-"""Surrogates that do not read `log_ratio_M`, and the level at which their ratio is looked at: naming another changes nothing, so a
-recipe may not."""
-
-FOLDS_MISMATCH: set[Callable] = {vespo}
-"""Surrogates that take the sampler mismatch into their own weight; all others are multiplied by it."""
 
 
 # ---- masks and corrections: constants that multiply the surrogate ------------------------------------------------------------

@@ -9,14 +9,13 @@ M trained tokens of one micro-batch, or of any part of it where `token_level` is
 from __future__ import annotations
 
 import inspect
-import math
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_type_hints
 
 import numpy as np
+import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -25,6 +24,21 @@ from groupwise.algorithms import loss_weights as weights
 from groupwise.algorithms import losses
 from groupwise.algorithms.kl_estimators import KL, k1, k2, k3, k3_ratio
 from groupwise.algorithms.losses import RatioLevel, Surrogate, Terms
+from groupwise.algorithms.parts import (
+    bare,
+    called,
+    check_inputs,
+    checked_advantages,
+    checked_loss,
+    checked_verdict,
+    checked_weights,
+    describe,
+    fact,
+    name_of,
+    options,
+    parameters,
+    refused,
+)
 from groupwise.config.settings import CorrectionSettings, GroupSettings, Part
 from groupwise.errors import ConfigError
 from groupwise.ops.distillation import Divergence, jsd
@@ -80,7 +94,7 @@ class Algorithm:
     @property
     def needs_value(self) -> bool:
         """True if a critic must say what states are worth, and be trained beside the policy."""
-        return credit.needs_value(self.credit)
+        return "value" in fact(self.credit, "reads")
 
     @property
     def needs_teacher(self) -> bool:
@@ -90,7 +104,7 @@ class Algorithm:
     @property
     def reads_teacher(self) -> bool:
         """True if the credit reads the teacher's log-probs of what was drawn."""
-        return credit.needs_teacher(self.credit)
+        return "teacher_logp" in fact(self.credit, "reads")
 
     @property
     def needs(self) -> list[bool]:
@@ -100,17 +114,17 @@ class Algorithm:
     @property
     def reads_tokens(self) -> bool:
         """True if the loss of a token depends on its log-prob or its entropy, and not on a divergence alone."""
-        return _function(self.surrogate) is not losses.silent or self.loss_beta > 0.0 or self.entropy_bonus != 0.0
+        return fact(self.surrogate, "reads_logp") or self.loss_beta > 0.0 or self.entropy_bonus != 0.0
 
     @property
     def needs_reward(self) -> bool:
         """False if nothing is learnt from rewards: none must be given."""
-        return credit.needs_reward(self.credit)
+        return fact(self.credit, "needs_reward")
 
     @property
     def needs_steps(self) -> bool:
         """True if the credit reads rewards of steps, or of an episode's turns."""
-        return credit.needs_steps(self.credit)
+        return "process" in fact(self.credit, "reads")
 
     @property
     def needs_entropy(self) -> bool:
@@ -139,35 +153,65 @@ class Algorithm:
         (a KL in the reward, values), the sum does.  `keeps`, where there is one, decides alone.
         """
         if self.keeps is not None:
-            verdict = self.keeps(group)
-            if not isinstance(verdict, bool | np.bool_):
-                got = f"{reprlib.repr(verdict)} (a {type(verdict).__name__})"
-                raise ConfigError(f"group.filter: {describe(self.keeps)} returned {got} for a group: it must return True or False")
-            return bool(verdict)
+            return checked_verdict(self.keeps, called("filter", self.keeps, group))
         if not self.needs_reward:
             return True
         if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
             return not group.dead
-        return not credit.is_dead(self.credit([group])[0])
+        return not credit.is_dead(self.advantages([group])[0])
+
+    def advantages(self, groups: Sequence[Scored]) -> credit.Advantages:
+        """Per group and completion float64 (n,): the advantages of a rollout, checked.
+
+        With `truncated: mask` a completion that a limit ended has no trained token: statistics over tokens leave it out.
+        Raises ConfigError for what a credit of your own gives.
+        """
+        return checked_advantages(self.credit, called("credit", self.credit, self._trained(groups)), groups)
+
+    def returns(self, groups: Sequence[Scored]) -> credit.Advantages:
+        """What a value function should have said of every token (`advantages.returns`)."""
+        return credit.returns(self._trained(groups), self.credit)
+
+    def _trained(self, groups: Sequence[Scored]) -> list[Scored]:
+        return [masked(group) if self.truncated == "mask" else group for group in groups]
+
+    def weigh(self, tokens_R: np.ndarray, prompt_R: np.ndarray) -> np.ndarray:
+        """The weight of a token of each completion, float64 (R,), checked; see `loss_weights`."""
+        return checked_weights(self.weights, called("weights", self.weights, tokens_R, prompt_R), len(tokens_R))
 
     @property
     def token_level(self) -> bool:
         """True if a token's loss depends on no other token: `loss` and `total` may then be called on any part of a micro-batch."""
-        alone = {_function(self.ratio), _function(self.surrogate)} <= losses.PER_TOKEN
+        alone = fact(self.ratio, "per_token") and fact(self.surrogate, "per_token")
         by_token = self.correction is None or options(self.correction)["level"] == "token"
         return alone and by_token and self.off_policy_delta is None
 
-    @property
-    def clip_range(self) -> tuple[float, float] | None:
-        """Importance ratios outside of which the surrogate cuts or caps, for the diagnostics; None if it names no such bounds."""
-        match options(self.surrogate):
-            case {"low": low, "high": high}:
-                return 1 - low, 1 + high
-            case {"cap": cap}:
-                return 0.0, cap
-            case {"clip": clip}:
-                return math.exp(-clip), math.exp(clip)
-        return None
+    def log_ratio(self, terms: Terms) -> Tensor:
+        """Log of the importance ratio of each token (M,), at the algorithm's level, checked."""
+        inputs = terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments
+        return checked_loss("ratio", self.ratio, called("ratio", self.ratio, *inputs), terms.logp_M)
+
+    def surrogate_loss(self, terms: Terms) -> Tensor:
+        """The surrogate's loss of each token (M,), at the algorithm's ratio level, checked."""
+        levelled = replace(terms, log_ratio_M=self.log_ratio(terms))
+        return checked_loss("surrogate", self.surrogate, called("surrogate", self.surrogate, levelled), terms.logp_M)
+
+    def cut(self, terms: Terms) -> Tensor:
+        """bool (M,): the tokens with an advantage whose gradient the surrogate makes 0: by clipping, a bound, a mask of its own.
+
+        It is read off the gradient itself, so that it holds of every surrogate.
+
+        >>> now, before = torch.tensor([0.5, 0.1, 0.5]).log(), torch.tensor([0.2, 0.1, 0.2]).log()
+        >>> terms = Terms(logp_M=now, behavior_logp_M=before, advantage_M=torch.tensor([1.0, 1.0, -1.0]),
+        ...               segment_M=torch.arange(3), segments=3)
+        >>> ALGORITHMS["grpo"].cut(terms).tolist(), ALGORITHMS["cispo"].cut(terms).tolist()
+        ([True, False, False], [False, False, False])
+        """
+        with torch.enable_grad():
+            logp_M = terms.logp_M.detach().requires_grad_()
+            loss_M = self.surrogate_loss(replace(terms, logp_M=logp_M))
+            (gradient_M,) = torch.autograd.grad(loss_M.sum(), logp_M)
+        return (gradient_M == 0.0) & (terms.advantage_M != 0.0)
 
     def adapted(self, coefficient: float, entropy: float) -> tuple[Algorithm, float]:
         """The algorithm of an optimizer step whose completions were drawn with a mean entropy, and the coefficient after it.
@@ -189,14 +233,13 @@ class Algorithm:
 
         The KL is never masked: what is not pushed by rewards must still not drift.  Its ratio is the token's at every level.
         """
-        levelled = replace(terms, log_ratio_M=self.ratio(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments))
-        loss_M = self.surrogate(levelled)
+        loss_M = self.surrogate_loss(terms)
         if self.off_policy_delta is not None:
             loss_M = loss_M * losses.off_policy_keep(terms, delta=self.off_policy_delta)
         if self.entropy_quantile > 0.0:
             assert terms.forking_M is not None, "a high-entropy mask is decided before the first micro-batch"
             loss_M = loss_M * terms.forking_M
-        if terms.mismatch is not None and _function(self.surrogate) not in losses.FOLDS_MISMATCH:
+        if terms.mismatch is not None and not fact(self.surrogate, "folds_mismatch"):
             loss_M = loss_M * terms.mismatch.weight_M
         if self.loss_beta > 0.0:
             assert terms.reference_logp_M is not None, f"{self.name} with beta {self.beta} needs the reference's log-probs"
@@ -482,17 +525,17 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
     if row.kl_place == "reward" and group.kl not in (None, *known):
         raise ConfigError(
             f"group.kl: {objective!r} takes the KL from the reward, as {' or '.join(known)}, so it cannot be {group.kl!r}; "
-            f"for a KL in the loss use objective: grpo with group.credit: {_name(row.credit)}",
+            f"for a KL in the loss use objective: grpo with group.credit: {name_of(row.credit)}",
             key="group.kl",
         )
-    own = losses.OWN_RATIO.get(_function(chosen.surrogate))
-    if own is not None and group.ratio is not None and _function(chosen.ratio) is not own:
+    level = fact(chosen.surrogate, "ratio_level")
+    if level is not None and group.ratio is not None and name_of(chosen.ratio) != level:
         raise ConfigError(
             f"group.ratio: the surrogate {describe(chosen.surrogate)} does not use a ratio level, so {group.ratio!r} would change "
             "nothing; leave it out, or use the surrogate clipped, cispo or sapo",
             key="group.ratio",
         )
-    if credit.compares_siblings(chosen.credit) and group.group_size < 2:
+    if fact(chosen.credit, "compares_siblings") and group.group_size < 2:
         raise ConfigError(
             f"group.group_size must be at least 2 for {objective!r} (the advantages of {describe(chosen.credit)} compare "
             f"siblings), got {group.group_size}",
@@ -503,7 +546,23 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
             "group.filter says which groups are replaced, and only dead_groups: refill replaces any: set group.dead_groups: refill",
             key="group.filter",
         )
+    for kind in ("credit", "ratio", "surrogate", "weights", "kl"):
+        check_inputs(kind, getattr(chosen, kind))
+    for kind, part in (("divergence", chosen.divergence), ("filter", chosen.keeps)):
+        if part is not None:
+            check_inputs(kind, part)
     return chosen
+
+
+def masked(group: Scored) -> Scored:
+    """The group, no token trained of completions that a limit ended."""
+    return replace(
+        group,
+        rollouts=tuple(
+            replace(rollout, trained=np.zeros(len(rollout), dtype=bool)) if rollout.truncated else rollout
+            for rollout in group.rollouts
+        ),
+    )
 
 
 _KLS_IN_REWARD = ("k1", "k3")
@@ -515,104 +574,70 @@ def corrected(algorithm: Algorithm, by: CorrectionSettings) -> Algorithm:
     return replace(algorithm, correction=partial(losses.mismatch, level=by.level, mode=by.mode, low=by.low, high=by.high))
 
 
-def options(part: Callable) -> dict[str, Any]:
-    """The keyword arguments of a part with the values that it will be called with.
-
-    >>> options(ALGORITHMS["dapo"].surrogate)
-    {'low': 0.2, 'high': 0.28, 'delta': None, 'dual': None}
-    """
-    given = part.keywords if isinstance(part, partial) else {}
-    known = {name: parameter.default for name, parameter in _parameters(part).items() if parameter.default is not parameter.empty}
-    return known | given
-
-
-def describe(part: Callable) -> str:
-    """A part as one would write it, without what is off: `clipped(low=0.2, high=0.28)`."""
-    settings = ", ".join(f"{name}={value}" for name, value in options(part).items() if value is not None)
-    return f"{_name(part)}({settings})" if settings else _name(part)
-
-
 def _part(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str, Any] | None = None) -> Callable:
     """The function that a recipe's part names, with its keywords bound and checked; `supplied` come from other settings."""
-    try:
-        return _bound(kind, part, preset, supplied or {})
-    except ConfigError as error:
-        error.key = error.key or f"group.{kind}"
-        raise
-
-
-def _bound(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str, Any]) -> Callable:
-    key = f"group.{kind}"
     keywords = {"name": part} if isinstance(part, str) else dict(part or {})
-    function = _find(kind, keywords.pop("name")) if "name" in keywords else preset
+    if "name" in keywords:
+        function = _find(kind, keywords.pop("name"))
+    else:  # keywords alone change the preset's own function
+        function = preset
+    known = parameters(function)
     bound = function.keywords if isinstance(function, partial) else {}
-    function, keywords = _function(function), bound | keywords
-    parameters = _parameters(function)
-    for name, value in supplied.items():
+    for name, value in (supplied or {}).items():
         if name in keywords.keys() & _SET_APART:
-            raise ConfigError(f"{key}: {name} is a setting of its own, group.{name}; got {keywords[name]!r} here")
-        if name in parameters:
+            raise refused(kind, f"group.{kind}: {name} is a setting of its own, group.{name}; got {keywords[name]!r} here")
+        if name in known and name not in bound:
             keywords.setdefault(name, value)
-    # An object that can be called has its hints at its class.
-    hints = get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
+    hints = _hints(function)
     for name, value in keywords.items():
-        keywords[name] = _checked(key, function, value, name, parameters, hints)
-    missing = [n for n, p in parameters.items() if p.default is p.empty and n not in keywords]
+        keywords[name] = _checked(kind, name_of(function), value, name, known, hints)
+    missing = [n for n, p in known.items() if p.default is p.empty and n not in keywords]
     if missing:
-        raise ConfigError(f"{key}: {_name(function)} needs a value for {', '.join(missing)}")
+        raise refused(kind, f"group.{kind}: {name_of(function)} needs a value for {', '.join(missing)}")
     return partial(function, **keywords) if keywords else function
+
+
+def _hints(part: Callable) -> dict[str, Any]:
+    """The annotations of what a part takes."""
+    function = bare(part)
+    try:
+        return get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
+    except NameError:  # names that are there for type checkers alone
+        return {}
 
 
 _SET_APART = {"beta", "kl"}
 """Keywords of parts that are settings of their own."""
 
 
-def _checked(
-    key: str,
-    function: Callable,
-    value: Any,
-    name: str,
-    parameters: Mapping[str, inspect.Parameter],
-    hints: Mapping[str, Any],
-) -> Any:
-    label = f"{key}: {name} of {_name(function)}"
-    if name not in parameters:
-        allowed = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
-        raise ConfigError(f"{label}: there is no such keyword ({allowed}){_closest(name, parameters)}", key=f"{key}.{name}")
+def _checked(kind: str, part: str, value: Any, name: str, known: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> Any:
+    key = f"group.{kind}.{name}"
+    label = f"group.{kind}: {name} of {part}"
+    if name not in known:
+        allowed = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise ConfigError(f"{label}: there is no such keyword ({allowed}){_closest(name, known)}", key=key)
     if name not in hints:
         return value
     try:
         return TypeAdapter(hints[name]).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{label}: {error.errors()[0]['msg'].lower()}, got {value!r}", key=f"{key}.{name}") from None
+        raise ConfigError(f"{label}: {error.errors()[0]['msg'].lower()}, got {value!r}", key=key) from None
 
 
 def _find(kind: str, name: Any) -> Callable:
-    key = f"group.{kind}"
     if name in PARTS[kind]:
         return PARTS[kind][name]
     if ":" not in str(name):
         known = f"it is one of {', '.join(PARTS[kind])}, or module:function" if PARTS[kind] else "it is module:function"
-        raise ConfigError(f"{key}: there is no {name!r}{_closest(str(name), PARTS[kind])}; {known} for one of your own")
-    function = imported(key, str(name))
+        raise refused(kind, f"group.{kind}: there is no {name!r}{_closest(str(name), PARTS[kind])}; {known} for one of your own")
+    try:
+        function = imported(f"group.{kind}", str(name))
+    except ConfigError as error:
+        error.key = error.key or f"group.{kind}"
+        raise
     if not callable(function):
-        raise ConfigError(f"{key}: {name!r} is not a function but {type(function).__name__}")
+        raise refused(kind, f"group.{kind}: {name!r} is not a function but {type(function).__name__}")
     return function
-
-
-def _function(part: Callable) -> Callable:
-    return part.func if isinstance(part, partial) else part
-
-
-def _name(part: Callable) -> str:
-    function = _function(part)
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _parameters(part: Callable) -> dict[str, inspect.Parameter]:
-    """What a recipe may set of a part: its keyword-only parameters, and those with a default."""
-    found = inspect.signature(_function(part)).parameters
-    return {n: p for n, p in found.items() if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
 
 
 def _closest(word: str, words: Mapping[str, Any]) -> str:

@@ -128,7 +128,7 @@ def work(
 
 def _worked(algorithm: Algorithm, group: Scored, advantages: list[np.ndarray] | None, mu: int, lr: float) -> Example:
     """advantages: as a run gave them; None: those of this group alone."""
-    own = algorithm.credit([group])[0] if advantages is None else advantages
+    own = algorithm.advantages([group])[0] if advantages is None else advantages
     samples = weigh([group], [own], algorithm)
     return Example(
         algorithm=algorithm, group=group, advantages=own, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
@@ -329,7 +329,7 @@ def _advantage_rows(example: Example) -> list[str]:
 
     rows = [_row("advantage", shown(example.advantages))]
     known = options(example.algorithm.credit)
-    alone = example.algorithm.credit([example.group])[0]
+    alone = example.algorithm.advantages([example.group])[0]
     if known.get("ddof") == 1 and all(map(np.allclose, alone, example.advantages)):  # otherwise they are those of a whole rollout
         other = partial(example.algorithm.credit, ddof=0, eps=0.0)
         rows.append(_row("with ddof 0, eps 0", shown(other([example.group])[0])))
@@ -344,7 +344,6 @@ def _weights(example: Example) -> list[str]:
 
 
 def _pass(example: Example, number: int, seen: Pass) -> list[str]:
-    algorithm = example.algorithm
     weight, advantage, behavior = (example.column(name) for name in ("weight", "advantage", "behavior_logp"))
     first = "the policy is still the one that sampled: every ratio is 1"
     moved = f"after {number - 1} gradient step{'s' if number > 2 else ''} of size {example.lr:g}"
@@ -364,7 +363,7 @@ def _pass(example: Example, number: int, seen: Pass) -> list[str]:
             f"  {places[id(example.samples[i].completion)]:>10} {t + 1:>5}{cells}" + ("  clipped" if seen.clipped[m] else "")
         )
     advantage_M = torch.from_numpy(advantage)
-    found = diagnostics.ratio(torch.from_numpy(np.log(seen.ratio)), advantage_M, algorithm.clip_range)
+    found = diagnostics.ratio(torch.from_numpy(np.log(seen.ratio)), torch.from_numpy(seen.clipped))
     found |= diagnostics.progress(torch.from_numpy(seen.logp), advantage_M)
     shown = [f"{name} {found[name]:.4f}" for name in ("clip/low", "clip/high", "progress") if name in found]
     lines.append(f"  loss = sum(weight x loss) = {_number(seen.total)};  " + ", ".join(shown))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.algorithms.gradient_shares import Accounting, Part
 from groupwise.runs.prepare import algorithm_line
 from groupwise.runs.replay import REACH, TIMES, Figure, Outcome, Replay, replay
 from groupwise.utils.terminal import escaped
@@ -101,17 +100,11 @@ def _gradient(title: str, outcome: Outcome) -> list[str]:
     """Where an outcome's gradient comes from."""
     if not outcome.parts:
         return []
-    cuts = outcome.accounting
-    lines = [f"{title}: sum of |dLoss/dlog-prob| {_number(cuts.total)}, {cuts.raised:.0%} of it makes tokens likelier"]
-    lines += _cut("sides of the clip range", cuts.sides) + _cut("tokens of the completion", cuts.lengths)
-    for what, parts in (("groups", cuts.groups), ("completions", cuts.completions)):
-        lines += _cut(f"largest {what}", sorted(parts, key=lambda part: -part.share)[:MOST])
-    return lines
-
-
-def _cut(name: str, parts: Sequence[Part]) -> list[str]:
-    shares = ", ".join(f"{part.name}: {part.share:.1%} of {part.tokens} tokens" for part in parts if part.tokens)
-    return [f"  {name}: {shares}"] if shares else []
+    total = sum(outcome.gradient)
+    lines = [f"{title}: sum of |dLoss/dlog-prob| {_number(total)}"]
+    largest = sorted(enumerate(outcome.gradient), key=lambda pair: -pair[1])[:MOST]
+    shares = ", ".join(f"{place}: {size / total:.1%}" for place, size in largest if size > 0.0)
+    return lines + ([f"  largest groups: {shares}"] if shares else [])
 
 
 def _changed(again: Outcome, changed: Outcome) -> list[str]:
@@ -133,7 +126,7 @@ def compared(again: Outcome, changed: Outcome) -> dict[str, tuple[float, float]]
     figures = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
     if again.parts and changed.parts:
         figures["loss, first pass"] = (again.loss, changed.loss)
-        figures["sum of |dLoss/dlog-prob|"] = (again.accounting.total, changed.accounting.total)
+        figures["sum of |dLoss/dlog-prob|"] = (sum(again.gradient), sum(changed.gradient))
     if again.step is not None and changed.step is not None:
         one, other = again.step.metrics, changed.step.metrics
         for name in one.keys() | other.keys():
@@ -245,14 +238,8 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "loss": _json(outcome.loss),
         "without": outcome.without,
         "metrics": {name: _json(value) for name, value in (outcome.step.metrics if outcome.step is not None else {}).items()},
-        "gradient": _accounting(outcome.accounting) if outcome.parts else None,
+        "gradient": outcome.gradient if outcome.parts else None,
     }
-
-
-def _accounting(accounting: Accounting) -> dict[str, Any]:
-    cuts = {name: getattr(accounting, name) for name in ("groups", "completions", "lengths", "sides")}
-    parts = {name: {p.name: {"tokens": p.tokens, "silent": p.silent, "share": p.share} for p in cut} for name, cut in cuts.items()}
-    return {"total": accounting.total, "raised": accounting.raised, **parts}
 
 
 def _json(value: float) -> float | None:

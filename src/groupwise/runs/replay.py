@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.gradient_shares import Accounting, account
 from groupwise.algorithms.registry import Algorithm, resolve
 from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe, is_online, positions_of
@@ -118,9 +117,9 @@ class Outcome:
         return _in_order(self.groups, merged)
 
     @property
-    def accounting(self) -> Accounting:
-        """Where the gradient of the first pass comes from."""
-        return account(self.column("gradient"), ratio=self.column("ratio"), clip_range=self.algorithm.clip_range)
+    def gradient(self) -> list[float]:
+        """Sum of |dLoss / dlog-prob| over the tokens of each group, first pass."""
+        return [float(sum(np.abs(column).sum() for column in group)) for group in self.column("gradient")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -312,15 +311,16 @@ def _outcome(
             f"{algorithm.name} with beta {algorithm.beta:g} needs log-probs of a reference, which the run did not record: "
             "that takes the weights before the step"
         )
-    advantages = algorithm.credit(groups)
+    advantages = algorithm.advantages(groups)
     steps = [
         weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm) for part in minibatches(groups, recipe.group)
     ]
     current = _by_name(groups, (step or recorded).current_logp)
     parts, last, without = [], [], None
     seen = _by_name(groups, (step or recorded).columns.get("last_logp", ()))
+    entropy = _by_name(groups, (step or recorded).columns.get("entropy", ()))  # at the first pass
     try:
-        parts = [closed_form(algorithm, samples, current) for samples in steps]
+        parts = [closed_form(algorithm, samples, current, entropy or None) for samples in steps]
         last = [closed_form(algorithm, samples, seen) for samples in steps] if seen else []
     except DataError as error:
         without = str(error)
@@ -515,7 +515,7 @@ def _closed_figures(recorded: Step, again: Outcome, apart: str | None) -> Iterat
     rewards = [combine(group.rewards, group.weights) for group in recorded.groups]
     yield _figure("rewards, added up", [group.reward for group in recorded.groups], rewards, limit)
     # By what was recorded of a reference, not by what a model says now.
-    advantages = again.algorithm.credit(recorded.groups)
+    advantages = again.algorithm.advantages(recorded.groups)
     yield _figure("advantages", _flat(recorded.advantages), _flat(advantages), limit)
     if again.parts and again.recipe.group.updates_per_rollout == 1 and not again.routed:
         allowed = ROUNDING * max(part.scale for part in again.parts)

@@ -45,7 +45,7 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
     Raises DataError for a completion of which a log-prob is missing, and for missing entropies where the loss reads them.
     """
     if algorithm.needs_entropy and entropy is None:
-        raise DataError("the loss reads entropies, which no column records: there is no closed form")
+        raise DataError("the loss reads entropies, and none were recorded")
     computed = worked(algorithm, samples)
     _check_recorded("log-probs", logp, computed)
     if algorithm.needs_forking:  # of all samples: the quantile is the step's

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.algorithms.advantages import returns
 from groupwise.algorithms.losses import clipped_value
 from groupwise.algorithms.registry import Algorithm
 from groupwise.config.settings import CriticSettings, OptimizerSettings
@@ -113,7 +112,7 @@ def with_values(groups: Sequence[Scored], critic: Critic | None, algorithm: Algo
     seen = assess(critic.policy, read, samples, budget=budget).seen
     found = (values for _, values in joined(zip(samples, seen, strict=True)))
     groups = [replace(group, signals={**group.signals, "value": tuple(next(found) for _ in group.rollouts)}) for group in groups]
-    targets = returns(groups, algorithm.credit)
+    targets = algorithm.returns(groups)
     return [
         replace(group, signals={**group.signals, "return": tuple(target)}) for group, target in zip(groups, targets, strict=True)
     ]

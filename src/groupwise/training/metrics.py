@@ -7,7 +7,7 @@ Names that users know from TRL keep their meaning: `reward`, `reward_std`, `frac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.algorithms import diagnostics
 from groupwise.algorithms.kl_estimators import k1
-from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep, token
+from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep
 from groupwise.algorithms.registry import Algorithm, options
 from groupwise.records import Finish, Sample, Scored
 from groupwise.training.evaluate import RIGHT
@@ -216,47 +216,72 @@ def _rollouts(updates: Sequence[Update]) -> list[tuple[Sample, np.ndarray]]:
 
 
 def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
-    """Importance ratios at the algorithm's level over all updates of the step, and `progress`."""
-    logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
-    log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
-    metrics = diagnostics.ratio(log_ratio_N, advantage_N, algorithm.clip_range)
-    return metrics | diagnostics.progress(logp_N, advantage_N)
+    """Importance ratios at the algorithm's level over all updates of the step, the tokens without a gradient, and `progress`."""
+    if not seen:
+        return {}
+    terms = terms_of(seen, algorithm)
+    metrics = diagnostics.ratio(algorithm.log_ratio(terms), algorithm.cut(terms))
+    return metrics | diagnostics.progress(terms.logp_M, terms.advantage_M)
 
 
 def off_policy_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
     """`off_policy/dropped`: share of tokens that the off-policy mask takes out of the loss; empty without one."""
-    logp_N, sampler_N, advantage_N, segment_N = _columns(seen)
-    if algorithm.off_policy_delta is None or not logp_N.numel():
+    if algorithm.off_policy_delta is None or not seen:
         return {}
-    terms = Terms(
-        logp_M=logp_N,
-        behavior_logp_M=sampler_N,
-        advantage_M=advantage_N,
-        segment_M=segment_N,
-        segments=len(seen),
-    )
-    return {"off_policy/dropped": diagnostics.dropped(off_policy_keep(terms, delta=algorithm.off_policy_delta))}
+    return {"off_policy/dropped": diagnostics.dropped(off_policy_keep(terms_of(seen, algorithm), delta=algorithm.off_policy_delta))}
 
 
 def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
     """KL to the reference by the algorithm's estimator, or by k1, which is what a reward loses; empty without a reference."""
-    if not algorithm.needs_reference:
+    if not algorithm.needs_reference or not seen:
         return {}
-    logp_N, behavior_N, _, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
-    reference_N = _join([sample.reference_logp[sample.weight != 0] for sample, _ in seen if sample.reference_logp is not None])
-    log_ratio_N = token(logp_N, behavior_N, segment_N, len(seen))
+    terms = terms_of(seen, algorithm)
+    assert terms.reference_logp_M is not None
     estimator = k1 if algorithm.kl_place == "reward" else algorithm.kl
-    return diagnostics.reference_kl(estimator(logp_N, reference_N, log_ratio_N), logp_N, reference_N)
+    kl_N = estimator(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M)
+    return diagnostics.reference_kl(kl_N, terms.logp_M, terms.reference_logp_M)
+
+
+def terms_of(seen: Seen, algorithm: Algorithm) -> Terms:
+    """What the loss of updates saw, float64, of all their trained tokens (N,): one segment for a completion of an update.
+
+    Ratios are taken to the log-probs of the policy before its first update where a correction is made, else to the sampler's.
+    """
+    trained = [sample.weight != 0 for sample, _ in seen]
+
+    def column(values: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate([one[rows] for one, rows in zip(values, trained, strict=True)]).astype(np.float64))
+
+    logp_N, sampler_N = column([logp for _, logp in seen]), column([sample.behavior_logp for sample, _ in seen])
+    counts = torch.tensor([int(rows.sum()) for rows in trained], dtype=torch.int64)
+    segment_N = torch.repeat_interleave(torch.arange(len(seen)), counts)
+    behavior_N, correction = sampler_N, None
+    if algorithm.correction is not None:
+        behavior_N = column([sample.extra.get("scored_logp", logp) for sample, logp in seen])
+        correction = algorithm.correction(behavior_N, sampler_N, segment_N, len(seen))
+    references = [sample.reference_logp for sample, _ in seen if sample.reference_logp is not None]
+    return Terms(
+        logp_M=logp_N,
+        behavior_logp_M=behavior_N,
+        sampler_logp_M=sampler_N,
+        mismatch=correction,
+        advantage_M=column([sample.advantage for sample, _ in seen]),
+        segment_M=segment_N,
+        segments=len(seen),
+        reference_logp_M=column(references) if references else None,
+        forking_M=column([sample.extra["forking"] for sample, _ in seen]) > 0 if algorithm.needs_forking else None,
+    )
 
 
 def token_columns(
     groups: Sequence[Scored], updates: Sequence[Update], algorithm: Algorithm, *, minibatches: int
 ) -> dict[str, list[list[np.ndarray]]]:
-    """The columns of `Step` with numbers per token: weight, entropy, clipped share, log-prob at the last update.
+    """The columns of `Step` with numbers per token: weight, entropy, clipped share, gradient, log-prob at the last update.
 
-    `clipped` is the share of the updates that trained a token in which its ratio, at the algorithm's level, was beyond the clip
-    range on the side that its advantage pushes it to: what `clip/low` and `clip/high` count.  `last_logp` is left out where
-    there was but one pass over the rollout, because it would say what `current_logp` says.
+    `clipped` is the share of the updates that trained a token in which its gradient was cut: what `clip/low` and `clip/high` count.
+    `gradient` is |dLoss / dlog-prob| at the last update, without an entropy bonus; it is left out where a divergence from a teacher
+    has a gradient too.  `last_logp` is left out where there was but one pass over the rollout, because it would say what
+    `current_logp` says.
     """
     first, last = updates[:minibatches], updates[-minibatches:]
     columns = {
@@ -266,32 +291,42 @@ def token_columns(
     if len(updates) > minibatches:
         pairs = [pair for one in last for pair in zip(one.samples, one.seen, strict=True)]
         columns["last_logp"] = by_completion(groups, pairs)
-    if algorithm.clip_range is not None:
-        passes = len(updates) // minibatches
-        cut: dict[tuple[str, int], tuple[Sample, np.ndarray]] = {}
-        for one in updates:
-            whole = joined(zip(one.samples, one.seen, strict=True))
-            for (sample, _), clipped in zip(whole, _clipped(whole, algorithm), strict=True):
-                key = (sample.group, sample.index)
-                before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
-                cut[key] = sample, before + clipped / np.float32(passes)
-        columns["clipped"] = by_completion(groups, list(cut.values()))
+    passes = len(updates) // minibatches
+    cut: dict[tuple[str, int], tuple[Sample, np.ndarray]] = {}
+    for one in updates:
+        seen = _rollouts([one])
+        for (sample, _), clipped in zip(seen, _spread(seen, lambda terms, _: algorithm.cut(terms), algorithm), strict=True):
+            key = (sample.group, sample.index)
+            before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
+            cut[key] = sample, before + clipped.astype(np.float32) / np.float32(passes)
+    columns["clipped"] = by_completion(groups, list(cut.values()))
+    if algorithm.divergence is None:
+        seen = _rollouts(last)
+        gradients = _spread(seen, lambda terms, weight_N: _gradient(algorithm, terms, weight_N), algorithm)
+        columns["gradient"] = by_completion(groups, [(one, found) for (one, _), found in zip(seen, gradients, strict=True)])
     return columns
 
 
-def _clipped(seen: Seen, algorithm: Algorithm) -> list[np.ndarray]:
-    """float32 (n,) for each completion: 1 where the update cut a token's gradient."""
-    assert algorithm.clip_range is not None
-    logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
-    log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
-    cut_N = diagnostics.clipped(log_ratio_N, advantage_N, algorithm.clip_range).numpy()
-    cut = []
-    for sample, _ in seen:
-        trained = sample.weight != 0
-        here, cut_N = np.split(cut_N, [int(trained.sum())])
-        cut.append(np.zeros(sample.completion.size, np.float32))
-        cut[-1][trained] = here
-    return cut
+def _gradient(algorithm: Algorithm, terms: Terms, weight_N: Tensor) -> Tensor:
+    """|dLoss / dlog-prob| of each token, without an entropy bonus."""
+    with torch.enable_grad():
+        logp_N = terms.logp_M.detach().requires_grad_()
+        moved = replace(terms, logp_M=logp_N, log_ratio_M=logp_N - terms.behavior_logp_M)
+        return torch.autograd.grad((weight_N * algorithm.loss(moved)).sum(), logp_N)[0].abs().float()
+
+
+def _spread(seen: Seen, function: Callable[[Terms, Tensor], Tensor], algorithm: Algorithm) -> list[np.ndarray]:
+    """A number for each trained token (N,) of updates as one array (n,) for each completion, 0 at tokens that are not trained."""
+    if not seen:
+        return []
+    weight_N = torch.from_numpy(np.concatenate([sample.weight[sample.weight != 0] for sample, _ in seen]))
+    values_N = function(terms_of(seen, algorithm), weight_N).numpy()
+    ends = np.cumsum([np.count_nonzero(sample.weight) for sample, _ in seen])[:-1]
+    columns = []
+    for (sample, _), values in zip(seen, np.split(values_N, ends), strict=True):
+        columns.append(np.zeros(sample.completion.size, values_N.dtype))
+        columns[-1][sample.weight != 0] = values
+    return columns
 
 
 def by_completion(groups: Sequence[Scored], seen: Seen) -> list[list[np.ndarray]]:
@@ -299,11 +334,6 @@ def by_completion(groups: Sequence[Scored], seen: Seen) -> list[list[np.ndarray]
     numbers = {(sample.group, sample.index): values for sample, values in joined(seen)}
     nothing = np.zeros(0)
     return [[numbers.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
-
-
-def _as_trained(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> Sample:
-    """A sample with the log-probs that its ratios are taken to: with a correction the policy's own before its first update."""
-    return sample if algorithm.correction is None else replace(sample, behavior_logp=sample.extra.get("scored_logp", logp))
 
 
 def _drawn_by(groups: Sequence[Scored], version: int | None) -> dict[tuple[str, int], np.ndarray]:
@@ -317,8 +347,14 @@ def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[tuple[str, int], 
     """Sampled against scored log-probs of tokens that the same weights drew and score; and of all tokens the share whose importance
     weight the correction bounds or drops.
     """
-    logp_N, sampler_N, _, segment_N = _columns(seen)
-    fresh_N = _join([fresh.get((s.group, s.index), np.ones(len(s.completion)))[s.weight != 0] for s, _ in seen]) != 0
+    if not seen:
+        return {}
+    terms = terms_of(seen, algorithm)
+    logp_N, sampler_N, segment_N = terms.logp_M, terms.sampler_logp_M, terms.segment_M
+    assert sampler_N is not None
+    fresh_N = torch.from_numpy(
+        np.concatenate([fresh.get((s.group, s.index), np.ones(len(s.completion), bool))[s.weight != 0] for s, _ in seen])
+    )
     metrics = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
     if algorithm.correction is not None and logp_N.numel():
         level = options(algorithm.correction)["level"]
@@ -326,20 +362,6 @@ def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[tuple[str, int], 
         used_N = algorithm.correction(logp_N, sampler_N, segment_N, len(seen)).weight_M
         metrics["mismatch/bounded"] = float((used_N != full_N).double().mean())
     return metrics
-
-
-def _columns(seen: Seen) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    trained = [sample.weight != 0 for sample, _ in seen]
-    return (
-        _join([logp[rows] for (_, logp), rows in zip(seen, trained, strict=True)]),
-        _join([sample.behavior_logp[rows] for (sample, _), rows in zip(seen, trained, strict=True)]),
-        _join([sample.advantage[rows] for (sample, _), rows in zip(seen, trained, strict=True)]),
-        torch.repeat_interleave(torch.arange(len(seen)), torch.tensor([int(rows.sum()) for rows in trained], dtype=torch.int64)),
-    )
-
-
-def _join(columns: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(columns).astype(np.float64)) if columns else torch.zeros(0, dtype=torch.float64)
 
 
 def _mean(values: np.ndarray) -> float:

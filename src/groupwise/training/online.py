@@ -76,7 +76,7 @@ def train_online(
         with clock.phase("reference"):
             asked = None if teacher is None else teacher.before(groups)
             groups = with_signals(groups, algorithm, group, policy, reference, critic, asked, budget)
-        advantages, parts = algorithm.credit(groups), minibatches(groups, group)
+        advantages, parts = algorithm.advantages(groups), minibatches(groups, group)
         updates: list[Update] = []
         learn = critic is None or number > critic.settings.pretrain
         with clock.phase("update"), recomputing(checkpointing, policy, critic):
@@ -115,12 +115,18 @@ def _silent(groups: Sequence[Scored], before: int) -> int:
     return before + 1
 
 
-def _scores_first(algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings) -> bool:
-    """True if the policy must score the completions before its first update: another has sampled, and several updates follow, or
-    a credit asks.
+def _scores_first(algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings, policy: Policy) -> bool:
+    """True if the policy must score the completions before its first update.
+
+    That is so where a teacher has helped to sample, and where another engine has sampled and several updates follow, or the credit
+    compares log-probs with a reference's or a teacher's.  In bfloat16 a sampler's log-prob and a reference's differ by more than a
+    KL does, although the weights are the same: both are then taken from one computation.
     """
     several = group.updates_per_rollout * len(minibatches(groups, group)) > 1
-    return algorithm.mix > 0.0 or (algorithm.correction is not None and (several or algorithm.reads_teacher))
+    in_reward = algorithm.needs_reference and algorithm.kl_place == "reward"
+    low = policy.autocast or policy.dtype == torch.bfloat16
+    elsewhere = algorithm.correction is not None
+    return algorithm.mix > 0.0 or (in_reward and low) or (elsewhere and (several or in_reward or algorithm.reads_teacher))
 
 
 def with_signals(
@@ -135,7 +141,7 @@ def with_signals(
 ) -> list[Scored]:
     """The groups with every further column that credit and loss read: `records.Scored.signals`."""
     groups = with_reference(groups, reference, budget)
-    groups = with_scores(groups, policy, budget) if _scores_first(algorithm, groups, group) else groups
+    groups = with_scores(groups, policy, budget) if _scores_first(algorithm, groups, group, policy) else groups
     groups = with_teacher(groups, teacher, budget) if algorithm.reads_teacher else groups
     return with_values(groups, critic, algorithm, budget)
 

@@ -27,7 +27,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, head_scores, pool_weights, readout
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
-from groupwise.records import Batch, Sample, Scored
+from groupwise.records import Batch, Sample, Scored, alike
 from groupwise.training.offline import Objective
 from groupwise.training.scoring import score
 from groupwise.training.updating import Assessment, token_loss
@@ -264,8 +264,8 @@ def preference_rows(groups: Iterable[Scored], judge: str | None = None) -> list[
     """New pairs from a policy's own completions: the best and the worst of each group by a judge.
 
     judge: the name of one of the groups' reward functions; None: their weighted sum.
-    Groups without a difference, with equal or with empty texts, give none.  A row keeps its prompt's columns, so that the template
-    of the old data fits: the reward model continues learning from the new pairs with a share of the old ones
+    Groups without a difference beyond rounding, with equal or with empty texts, give none.  A row keeps its prompt's columns, so
+    that the template of the old data fits: the reward model continues learning from the new pairs with a share of the old ones
     (`reward_model.replay`), as in DeepSeekMath's Algorithm 1 (2402.03300).  Raises ConfigError for an unknown judge.
     """
     rows = []
@@ -277,7 +277,7 @@ def preference_rows(groups: Iterable[Scored], judge: str | None = None) -> list[
             continue
         best, worst = (int(i) for i in (np.nanargmax(scores), np.nanargmin(scores)))
         chosen, rejected = group.rollouts[best].text, group.rollouts[worst].text
-        if scores[best] > scores[worst] and chosen != rejected and chosen.strip() and rejected.strip():
+        if not alike(scores) and chosen != rejected and chosen.strip() and rejected.strip():
             rows.append({"prompt": group.prompt.text, **group.prompt.row, "chosen": chosen, "rejected": rejected})
     return rows
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.losses import guarded_exp
+from groupwise.algorithms.parts import called
 from groupwise.algorithms.registry import Algorithm
 from groupwise.data.demonstrations import Demonstration
 from groupwise.data.packing import pack
@@ -164,7 +166,7 @@ class Teacher:
                 self.states(batch, samples),
                 self.policy.head,
                 batch.temperature_P[rows_M],
-                algorithm.divergence,
+                partial(called, "divergence", algorithm.divergence),
             )
         weight_M = batch.weight_P[rows_M]
         if algorithm.importance:

@@ -7,8 +7,7 @@ Numbers per token, by name, with `rho` the ratio of the policy's probability to 
     entropy    of the policy at the token, nats
     kl         log-prob under the policy minus that under the reference, nats: positive where the policy likes the token more
     mismatch   log-prob by the trainer minus that by the sampler, nats: rounding, unless something is wrong
-    gradient   weight x |push|, 0 where clipped, as a share of the group's sum; the KL's part is not in it.  Only of runs whose
-               surrogate has this gradient (`clip_of`): of others, and with the KL, a replay says it (`replays.py`)
+    gradient   |d loss / d log-prob| at the step's last update, as a share of the group's sum
     version    optimizer steps that the weights which drew it had taken
 
 A quantity that was not recorded has no column.
@@ -26,7 +25,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from groupwise.config.engines import engine_traits
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.viewer.sources import TRAINING, Source
@@ -40,10 +38,6 @@ EXCERPT = 160
 
 Json = dict[str, Any]
 
-_SYMMETRIC = ("grpo", "dr_grpo", "bnpo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "ppo")
-CLIPPED: dict[str, tuple[float, float]] = dict.fromkeys(_SYMMETRIC, (0.2, 0.2)) | {"dapo": (0.2, 0.28)}
-"""Objectives whose surrogate is PPO's clipped ratio of tokens, with their low and high (a test asks the table)."""
-
 OVERVIEW = ("group", "prompt_text", "index", "completion_text", "reward", "finish", "trained")
 QUANTITIES = ("push", "logp", "entropy", "kl", "mismatch", "gradient", "version")
 
@@ -56,33 +50,6 @@ def reward_names(columns: Sequence[str]) -> list[str]:
 def key_of(prompt: str) -> str:
     """The key by which a prompt is found in other steps and runs."""
     return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-def clip_of(config: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Low and high of a recipe whose surrogate is the clipped ratio of tokens; None for any other.  config: its keys, with dots.
-
-    Its gradient is weight x advantage x ratio, and 0 where the ratio is out of range on the side that the advantage pushes it to.
-
-    >>> clip_of({"objective": "dapo"}), clip_of({"objective": "gspo"})
-    ((0.2, 0.28), None)
-    """
-
-    def part(name: str) -> Any:
-        return config.get(f"group.{name}") or config.get(f"group.{name}.name")
-
-    others = ("surrogate.delta", "surrogate.dual", "off_policy_delta", "entropy_quantile", "divergence", "divergence.name", "mix")
-    engine = str(config.get("rollout.engine") or config.get("rollout.engine.name") or "native")
-    corrected = not engine_traits(engine).own_weights or config.get("rollout.engine.ahead")
-    if any(config.get(f"group.{name}") for name in others) or corrected:
-        return None
-    preset = CLIPPED.get(str(config.get("objective")))
-    if part("ratio") not in ("token", None) or (part("ratio") is None and preset is None):
-        return None
-    if part("surrogate") is None:
-        return preset
-    if part("surrogate") != "clipped":
-        return None
-    return float(config.get("group.surrogate.low", 0.2)), float(config.get("group.surrogate.high", 0.2))
 
 
 def lengths_of(table: pa.Table) -> np.ndarray:
@@ -146,8 +113,7 @@ def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
     rows = table.slice(0, CROWD).to_pylist()
     first = rows[0]
     prompt = first.get("prompt_text") or ""
-    clip = clip_of(source.config())
-    shares = _gradient_total(rows, clip)
+    total = _gradient_total(rows)
     vocabulary = source.vocabulary()
     row = first.get("row")
     return {
@@ -161,8 +127,8 @@ def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
         "sampling": _loaded(first.get("sampling")),
         "functions": names,
         "size": len(table),
-        "completions": [_completion(row, names, vocabulary, (shares, clip), 0) for row in rows],
-        "quantities": _present(rows, (shares, clip)),
+        "completions": [_completion(row, names, vocabulary, total, 0) for row in rows],
+        "quantities": _present(rows, total),
     }
 
 
@@ -172,14 +138,13 @@ def more(source: Source, step: int, place: int, index: int, begin: int, kind: st
     table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]
     rows = table.to_pylist()
     matching = [row for row in rows if row["index"] == index]
-    clip = clip_of(source.config())
     if not matching:
         raise DataError(f"{source.name} holds no completion {index} in group {place} of step {step}")
-    names, scale = reward_names(table.column_names), (_gradient_total(rows, clip), clip)
-    return _completion(matching[0], names, source.vocabulary(), scale, begin)
+    names = reward_names(table.column_names)
+    return _completion(matching[0], names, source.vocabulary(), _gradient_total(rows), begin)
 
 
-def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, scale: GroupGradient, begin: int) -> Json:
+def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, total: float, begin: int) -> Json:
     ids, text = row.get("completion_ids"), row.get("completion_text") or ""
     advantages = row.get("advantages") or []
     shown: Json = {
@@ -200,7 +165,7 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
             shown["messages"] = episode["messages"]
         return {**shown, "length": len(text), "unit": "characters", "text": text[begin : begin + CHARACTERS]}
     end = begin + TOKENS
-    columns = {name: values[begin:end] for name, values in token_columns(row, scale).items()}
+    columns = {name: values[begin:end] for name, values in token_columns(row, total).items()}
     return {
         **shown,
         "length": len(ids),
@@ -248,12 +213,8 @@ def _text(value: Any) -> str:
     return str(value or "")[:CHARACTERS]
 
 
-GroupGradient = tuple[float, tuple[float, float] | None]
-"""The sum of `_gradient` over a group, and the clip range that it was taken with."""
-
-
-def token_columns(row: Mapping[str, Any], scale: GroupGradient = (math.nan, None)) -> dict[str, np.ndarray]:
-    """The quantities of a completion's tokens (n,), as far as they were recorded; without it all but the gradient."""
+def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, np.ndarray]:
+    """The quantities of a completion's tokens (n,), as far as they were recorded.   total: the group's sum of |gradients|."""
 
     def column(name: str) -> np.ndarray | None:
         values = row.get(name)
@@ -273,34 +234,21 @@ def token_columns(row: Mapping[str, Any], scale: GroupGradient = (math.nan, None
         columns["kl"] = columns["logp"] - reference
     if current is not None and behavior is not None:
         columns["mismatch"] = current - behavior
-    gradient = _gradient(row, scale[1])
-    if gradient is not None and scale[0] > 0.0:
-        columns["gradient"] = gradient / scale[0]
+    gradient = column("update/gradient")
+    if gradient is not None and total > 0.0:
+        columns["gradient"] = gradient / total
     version = column("version")
     columns |= {"version": version, "behavior": behavior}
     return {name: values for name, values in columns.items() if values is not None and values.size == len(row["completion_ids"])}
 
 
-def _gradient(row: Mapping[str, Any], clip: tuple[float, float] | None) -> np.ndarray | None:
-    """(n,): |d loss / d log-prob| by the clipped surrogate at the last update; None without a clip range, or a weight."""
-    weight = row.get("update/weight")
-    if clip is None or not weight or not row.get("advantages"):
-        return None
-    behavior, advantage = np.asarray(row["behavior_logp"], np.float64), np.asarray(row["advantages"], np.float64)
-    seen = np.asarray(row.get("update/last_logp") or row.get("current_logp") or behavior, np.float64)
-    ratio = np.exp(np.clip(seen - behavior, -20.0, 20.0))
-    cut = ((advantage > 0.0) & (ratio > 1.0 + clip[1])) | ((advantage < 0.0) & (ratio < 1.0 - clip[0]))
-    return np.where(cut, 0.0, np.asarray(weight) * np.abs(advantage) * ratio)
+def _gradient_total(rows: Sequence[Mapping[str, Any]]) -> float:
+    return float(sum(np.sum(row.get("update/gradient") or ()) for row in rows))
 
 
-def _gradient_total(rows: Sequence[Mapping[str, Any]], clip: tuple[float, float] | None) -> float:
-    parts = [_gradient(row, clip) for row in rows]
-    return float(sum(part.sum() for part in parts if part is not None))
-
-
-def _present(rows: Sequence[Mapping[str, Any]], scale: GroupGradient) -> dict[str, list[float]]:
+def _present(rows: Sequence[Mapping[str, Any]], total: float) -> dict[str, list[float]]:
     """The quantities that the group has, each with the range of its scale: symmetric around 0 where it has a sign."""
-    columns = [token_columns(row, scale) for row in rows if row.get("completion_ids")]
+    columns = [token_columns(row, total) for row in rows if row.get("completion_ids")]
     ranges: dict[str, list[float]] = {}
     for name in QUANTITIES:
         parts = [values[name] for values in columns if name in values]

@@ -84,7 +84,7 @@ FIGURES = (
     ("mismatch/max", "Sampler mismatch", "largest gap between sampled and scored log-probs, nats; rounding only"),
     ("eval/greedy", "Held out, greedy", "share of held-out prompts answered rightly"),
     ("eval/sampled", "Held out, sampled", "share of sampled held-out completions that are right"),
-    ("accuracy", "Accuracy", "share of pairs or tokens judged rightly"),
+    ("accuracy", "Accuracy", "share of pairs or steps judged right"),
     ("loss", "Loss", "says nothing in reinforcement learning: look at the reward"),
 )
 """Metric, what it is called, what it means; those that a run does not have are left out, and the loss where there is a reward."""

@@ -23,7 +23,7 @@ const QUANTITIES = [
   { id: "mismatch", label: "Mismatch", unit: "nats, trainer − sampler", low: "sampler higher", high: "trainer higher", signed: true,
     says: "Log-prob by the trainer minus that by the sampler, of the same token. Only rounding, unless something is wrong." },
   { id: "gradient", label: "Gradient", unit: "share of the group", low: "none", high: "much", hue: "pink", share: true,
-    says: "Share of the group's gradient that comes from this token: weight × |advantage| × ratio, 0 where clipped. The KL term is in it once the step is replayed." },
+    says: "Share of the group's gradient that comes from this token: |d loss / d log-prob| at the step's last update." },
   { id: "version", label: "Version", unit: "optimizer steps", low: "older", high: "newer", hue: "sand",
     says: "The version of the weights that drew the token." },
   { id: "replay", label: "Replay", unit: "share of the group", low: "less likely", high: "more likely", signed: true, share: true,

@@ -1,0 +1,291 @@
+"""What the parts of an algorithm have in common: the facts that each declares, and checks of what a part of your own gives.
+
+A part is a function, a `partial` of one, or an object that can be called.  Its facts are its attributes, so that yours declares
+them as ours do: `my_credit.reads = ("value",)`.
+
+M trained tokens of one micro-batch   R completions of the optimizer step   n tokens of a completion
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import reprlib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.records import Scored
+
+FACTS: Mapping[str, Any] = {
+    "reads": (),
+    "needs_reward": True,
+    "compares_siblings": False,
+    "per_token": False,
+    "ratio_level": None,
+    "folds_mismatch": False,
+    "reads_logp": True,
+}
+"""What a part may declare, and what holds of one that does not:
+
+    reads              credit: names of the signals that it reads beside rewards: `value` (a critic is then trained),
+                       `teacher_logp` (a teacher scores what was drawn), `process` (rewards of steps)
+    needs_reward       credit: False if it never looks at a reward
+    compares_siblings  credit: True if a group of one completion would get no advantage
+    per_token          ratio, surrogate: True if a token's loss depends on that token alone: its gradient is then taken while the
+                       log-probs of the other tokens do not exist yet
+    ratio_level        surrogate: name of the ratio level that it is looked at by, where it does not read `Terms.log_ratio_M`
+    folds_mismatch     surrogate: True if the weights of a sampler mismatch are in its own weight; all others are multiplied by them
+    reads_logp         surrogate: False if its loss does not depend on log-probs
+
+A fact that depends on the part's options is a function of them."""
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+INPUTS = {
+    "credit": ("groups",),
+    "ratio": ("logp_M", "behavior_logp_M", "segment_M", "segments"),
+    "surrogate": ("terms",),
+    "weights": ("tokens_R", "prompt_R"),
+    "divergence": ("log_q_CV", "log_p_CV"),
+    "filter": ("group",),
+    "kl": ("logp_M", "reference_logp_M", "log_ratio_M"),
+}
+"""What each kind of part is called with."""
+
+
+def declares(**facts: Any) -> Callable[[Decorated], Decorated]:
+    """Write facts onto a function.  The same as to set its attributes."""
+    assert facts.keys() <= FACTS.keys()
+
+    def mark(function: Decorated) -> Decorated:
+        for name, value in facts.items():
+            setattr(function, name, value)
+        return function
+
+    return mark
+
+
+def fact(part: Callable[..., Any], name: str) -> Any:
+    """What a part declares, or the default of `FACTS`.
+
+    >>> @declares(per_token=True)
+    ... def surrogate(terms, *, width=1.0): ...
+    >>> fact(partial(surrogate, width=2.0), "per_token"), fact(surrogate, "reads_logp")
+    (True, True)
+    """
+    value = getattr(bare(part), name, FACTS[name])
+    if inspect.isfunction(value):
+        return value(options(part))
+    return value
+
+
+def bare(part: Callable[..., Any]) -> Callable[..., Any]:
+    """The function (or object) inside of partials."""
+    while isinstance(part, partial):
+        part = part.func
+    return part
+
+
+def name_of(part: Callable[..., Any]) -> str:
+    """The name of a part: of an object, its type's."""
+    function = bare(part)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def options(part: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a part (`parameters`) with the values that it will be called with.
+
+    >>> options(partial(lambda terms, *, low=0.2, high=0.2: None, high=0.28))
+    {'low': 0.2, 'high': 0.28}
+    """
+    return {name: one.default for name, one in parameters(part).items() if one.default is not one.empty}
+
+
+def parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """What a recipe may set of a part: its keyword-only parameters, and those with a default."""
+    named = inspect.signature(part).parameters
+    return {
+        n: p for n, p in named.items() if p.kind is p.KEYWORD_ONLY or (p.default is not p.empty and p.kind is not p.VAR_KEYWORD)
+    }
+
+
+def describe(part: Callable[..., Any]) -> str:
+    """A part as one would write it, without what is off: `clipped(low=0.2, high=0.28)`."""
+    settings = ", ".join(f"{name}={value}" for name, value in options(part).items() if value is not None)
+    return f"{name_of(part)}({settings})" if settings else name_of(part)
+
+
+# ---------------------------------------------------------------- parts of one's own
+
+
+def label(kind: str, part: Callable[..., Any]) -> str:
+    """A part in a message, with file and line where it is not built in: `the credit 'rank' (my_adv.py:12)`."""
+    code = _code(part)
+    place = "" if code is None or is_built_in(part) else f" ({_near(code.co_filename)}:{code.co_firstlineno})"
+    return f"the {kind} {name_of(part)!r}{place}"
+
+
+def is_built_in(part: Callable[..., Any]) -> bool:
+    """True if a part is one of ours."""
+    return str(getattr(bare(part), "__module__", "")).startswith("groupwise.")
+
+
+def refused(kind: str, message: str) -> ConfigError:
+    """The error about a part, with its key of the recipe."""
+    return ConfigError(message, key=f"group.{kind}")
+
+
+def check_inputs(kind: str, part: Callable[..., Any]) -> None:
+    """Raises ConfigError if a part cannot be called with what its kind is called with."""
+    names = INPUTS[kind]
+    try:
+        inspect.signature(part).bind(*names)
+    except TypeError as error:
+        raise refused(
+            kind, f"group.{kind}: {label(kind, part)} is called with {', '.join(names)} and nothing else: {error}"
+        ) from None
+
+
+def called(kind: str, part: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+    """What a part gives.  What one of your own raises is a ConfigError that names the part and the line."""
+    try:
+        return part(*inputs, **keywords)
+    except GroupwiseError:
+        raise
+    except Exception as error:  # whatever somebody's function raises
+        if is_built_in(part):
+            raise
+        raise refused(kind, f"{label(kind, part)} raised {type(error).__name__}: {error}{_raised_at(part, error)}") from error
+
+
+def checked_advantages(credit: Callable[..., Any], output: Any, groups: Sequence[Scored]) -> list[list[np.ndarray]]:
+    """What a credit gave as one float64 array (n,) for each completion of each group; a number for a completion is broadcast.
+
+    A completion without a reward may have NaN, which is 0.  Raises ConfigError for all else.
+    """
+    expected = f"expected, for each of the {len(groups)} groups, a number or an array for each completion"
+    advantages = []
+    for group, row in zip(groups, _entries(credit, output, len(groups), "groups", expected), strict=True):
+        rows = _entries(credit, row, len(group.rollouts), f"completions of prompt {group.prompt.id}", expected)
+        advantages.append([_advantage(credit, value, group, i) for i, value in enumerate(rows)])
+    return advantages
+
+
+def _entries(credit: Callable[..., Any], output: Any, count: int, what: str, expected: str) -> Any:
+    if output is None:
+        raise refused("credit", f"{label('credit', credit)} gave None, {expected}: is there a return?")
+    try:
+        size = len(output)
+    except TypeError:
+        raise refused("credit", f"{label('credit', credit)} gave {_described(output)}, {expected}") from None
+    if size != count:
+        raise refused("credit", f"{label('credit', credit)} gave {size} entries for {count} {what}, {expected}")
+    return output
+
+
+def _advantage(credit: Callable[..., Any], output: Any, group: Scored, i: int) -> np.ndarray:
+    rollout = group.rollouts[i]
+    whose = f"completion {group.prompt.id}#{rollout.index} of {len(rollout)} tokens"
+    try:
+        value_n = np.asarray(output.detach().cpu() if isinstance(output, Tensor) else output, dtype=np.float64)
+    except (TypeError, ValueError):
+        value_n = np.zeros((0, 0))
+    if value_n.ndim == 0:
+        value_n = np.full(len(rollout), value_n)
+    if value_n.shape != (len(rollout),):
+        message = f"gave {_described(output)} for {whose}: give one number, or one for each token"
+        raise refused("credit", f"{label('credit', credit)} {message}")
+    if np.isfinite(value_n).all():
+        return value_n
+    reward = float(group.reward[i])
+    if np.isnan(reward) and not np.isinf(value_n).any():
+        return np.nan_to_num(value_n)
+    wrong = value_n[~np.isfinite(value_n)][0]
+    raise refused(
+        "credit", f"{label('credit', credit)} gave {wrong:g} for {whose}, whose reward is {reward:g}: give finite numbers"
+    )
+
+
+def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tensor) -> Tensor:
+    """What a ratio or a surrogate gave: a number for each token (M,), differentiable, and not NaN where the log-probs are not.
+
+    An infinite one may be an overflow of any loss: the optimizer leaves such a step out.
+    """
+    if not isinstance(value_M, Tensor) or value_M.shape != logp_M.shape:
+        expected = f"expected a tensor of shape {tuple(logp_M.shape)}, a number for each token"
+        hint = ": is there a return?" if value_M is None else ""
+        raise refused(kind, f"{label(kind, part)} gave {_described(value_M)}, {expected}{hint}")
+    if is_built_in(part):
+        return value_M
+    if logp_M.requires_grad and torch.is_grad_enabled() and not value_M.requires_grad:
+        raise refused(kind, f"{label(kind, part)} gave numbers without a gradient: compute them from the log-probs, undetached")
+    wrong_M = value_M.detach().isnan() & ~logp_M.detach().isnan()
+    if wrong_M.any():
+        message = f"gave nan for a token whose log-prob is {float(logp_M.detach()[wrong_M][0]):g}: give numbers"
+        raise refused(kind, f"{label(kind, part)} {message}")
+    return value_M
+
+
+def checked_weights(part: Callable[..., Any], output: Any, completions: int) -> np.ndarray:
+    """What weights gave: a finite number for each completion, float64 (R,)."""
+    try:
+        weight_R = np.asarray(output.detach().cpu() if isinstance(output, Tensor) else output, dtype=np.float64)
+    except (TypeError, ValueError):
+        weight_R = np.zeros((0, 0))
+    if weight_R.shape != (completions,) or output is None:
+        hint = ": is there a return?" if output is None else ""
+        expected = f"expected a number for each of the {completions} completions"
+        raise refused("weights", f"{label('weights', part)} gave {_described(output)}, {expected}{hint}")
+    if not np.isfinite(weight_R).all():
+        place = int(np.flatnonzero(~np.isfinite(weight_R))[0])
+        raise refused("weights", f"{label('weights', part)} gave {weight_R[place]:g} for completion {place}: give finite numbers")
+    return weight_R
+
+
+def checked_verdict(part: Callable[..., Any], verdict: Any) -> bool:
+    """What a filter gave: True or False."""
+    if not isinstance(verdict, bool | np.bool_):
+        output = f"{reprlib.repr(verdict)} (a {type(verdict).__name__})"
+        raise refused("filter", f"group.filter: {name_of(part)} returned {output} for a group: it must return True or False")
+    return bool(verdict)
+
+
+def _described(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__} {str(value)[:60]}"
+
+
+def _code(part: Callable[..., Any]) -> Any:
+    function = inspect.unwrap(bare(part))
+    return getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+
+
+def _near(file: str) -> str:
+    """A file's path from the working directory, if it lies below."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _raised_at(part: Callable[..., Any], error: Exception) -> str:
+    """The last line of the part's own file that was reached."""
+    code = _code(part)
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if code is not None and frame.filename == code.co_filename
+    ]
+    if not frames:
+        return ""
+    line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
+    return f" ({_near(frames[-1].filename)}:{frames[-1].lineno}: {line})"

@@ -1,0 +1,199 @@
+"""Parts of one's own: what they declare is known everywhere, and what they give is checked with a message that names them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.algorithms import advantages, losses
+from groupwise.algorithms.parts import declares, describe
+from groupwise.algorithms.registry import ALGORITHMS, Algorithm, resolve
+from groupwise.config.settings import GroupSettings
+from groupwise.errors import ConfigError
+
+
+def with_parts(**parts: Callable) -> Algorithm:
+    return replace(resolve("grpo", GroupSettings(group_size=2), 8), **parts)
+
+
+def wrapped(groups):
+    return advantages.reverse_kl(groups)
+
+
+wrapped.reads = ("teacher_logp",)
+wrapped.needs_reward = False
+
+
+@functools.wraps(advantages.gae)
+def wrapped_gae(groups, **options):
+    return advantages.gae(groups, **options)
+
+
+@declares(reads=("value",), compares_siblings=True)
+def without_whitening(groups):
+    return [[-value_n for value_n in group.signals["value"]] for group in groups]
+
+
+class Credit:
+    """A credit that is an object."""
+
+    reads = ("process",)
+    compares_siblings = True
+
+    def __call__(self, groups, *, power: float = 1.0):
+        return [[r**power for r in group.reward] for group in groups]
+
+
+def test_a_credit_of_ones_own_declares_what_it_needs() -> None:
+    assert (with_parts(credit=wrapped).needs_teacher, with_parts(credit=wrapped).needs_reward) == (True, False)
+    assert with_parts(credit=wrapped_gae).needs_value
+    assert with_parts(credit=without_whitening).needs_value
+    assert with_parts(credit=functools.partial(Credit(), power=2.0)).needs_steps
+    plain = with_parts(credit=lambda groups: [])
+    assert (plain.needs, plain.needs_reward, plain.needs_steps) == ([False, False, False], True, False)
+
+
+def test_a_credit_that_does_not_whiten_needs_no_such_option(scored) -> None:
+    group = scored([1.0, 0.0])
+    group.signals["value"] = tuple(np.full(2, 0.25) for _ in range(2))
+    (targets,) = with_parts(credit=without_whitening).returns([group])
+    assert [target.tolist() for target in targets] == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_surrogate_of_ones_own_declares_that_it_is_token_by_token(random_terms) -> None:
+    def mine(terms):
+        return -terms.advantage_M * terms.logp_M
+
+    assert not with_parts(surrogate=mine).token_level
+    mine.per_token = True
+    assert with_parts(surrogate=mine).token_level
+    mine.folds_mismatch = True
+    terms = random_terms((2, 2))
+    terms = replace(terms, mismatch=losses.token_mismatch(torch.full((4,), 0.5), terms.segment_M, 2))
+    torch.testing.assert_close(with_parts(surrogate=mine).loss(terms), mine(terms))
+
+
+@pytest.fixture
+def resolved(tmp_path, monkeypatch, request) -> Callable[..., Algorithm]:
+    """`resolved(text, **group)`: a recipe's algorithm beside a file `my_parts.py` with this text."""
+
+    def make(text: str, **group: object) -> Algorithm:
+        (tmp_path / "my_parts.py").write_text(text)
+        monkeypatch.chdir(tmp_path)
+        return resolve("grpo", GroupSettings(group_size=2, **group), 8)  # type: ignore[arg-type]
+
+    return make
+
+
+GIVES = [
+    ("[g.reward - g.reward.mean() for g in groups]", None),
+    ("[[torch.ones(len(r)) for r in g.rollouts] for g in groups]", None),
+    ("None", "the credit 'f' (my_parts.py:2) gave None, expected, for each of the 1 groups, .* is there a return?"),
+    ("np.zeros(7)", "the credit 'f' (my_parts.py:2) gave 7 entries for 1 groups"),
+    ("3.0", "the credit 'f' (my_parts.py:2) gave float 3.0, expected"),
+    ("[[1.0]]", "the credit 'f' (my_parts.py:2) gave 1 entries for 2 completions of prompt p"),
+    ("[[np.zeros(5), 1.0]]", r"the credit 'f' (my_parts.py:2) gave an array of shape (5,) for completion p#0 of 2 tokens"),
+    ("[['much', 1.0]]", "the credit 'f' (my_parts.py:2) gave str much for completion p#0 of 2 tokens"),
+    ("[[1.0, float('nan')]]", "the credit 'f' (my_parts.py:2) gave nan for completion p#1 of 2 tokens, whose reward is 0"),
+    ("[[1.0, float('inf')]]", "the credit 'f' (my_parts.py:2) gave inf for completion p#1"),
+    ("1 / 0", "the credit 'f' (my_parts.py:2) raised ZeroDivisionError: division by zero (my_parts.py:3: return 1 / 0)"),
+]
+
+
+@pytest.mark.parametrize(("gives", "message"), GIVES)
+def test_what_a_credit_of_ones_own_gives_is_checked(gives: str, message: str | None, resolved: Callable, scored) -> None:
+    algorithm = resolved(f"import numpy as np, torch\ndef f(groups):\n    return {gives}\n", credit="my_parts.py:f")
+    group = scored([1.0, 0.0])
+    if message is None:
+        (found,) = algorithm.advantages([group])
+        assert all(isinstance(one, np.ndarray) and one.shape == (2,) and one.dtype == np.float64 for one in found)
+        return
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")) as refused:
+        algorithm.advantages([group])
+    assert refused.value.key == "group.credit"
+
+
+def test_a_completion_without_a_reward_may_have_no_advantage(resolved: Callable, scored) -> None:
+    algorithm = resolved("def f(groups):\n    return [g.reward - 0.5 for g in groups]\n", credit="my_parts.py:f")
+    assert [one.tolist() for one in algorithm.advantages([scored([1.0, None])])[0]] == [[0.5, 0.5], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("ratio", "def f(logp, behavior, segment, segments):\n    pass", r"gave None, expected a tensor of shape \(4,\)"),
+        ("ratio", "def f(logp, behavior, segment, segments):\n    return 1.0", "gave float 1.0, expected a tensor"),
+        ("surrogate", "def f(terms):\n    return terms.logp_M.sum()", r"gave a tensor of shape \(\), expected a tensor of shape"),
+        ("surrogate", "def f(terms):\n    return terms.logp_M.detach()", "gave numbers without a gradient"),
+        ("surrogate", "def f(terms):\n    return terms.logp_M * float('nan')", "gave nan for a token whose log-prob is"),
+        (
+            "surrogate",
+            "def f(terms):\n    return terms.nothing",
+            r"raised AttributeError: .* \(my_parts.py:2: return",
+        ),
+    ],
+)
+def test_what_a_ratio_or_a_surrogate_of_ones_own_gives_is_checked(
+    kind: str, text: str, message: str, resolved: Callable, random_terms
+) -> None:
+    algorithm = resolved(text, **{kind: "my_parts.py:f"})
+    with pytest.raises(ConfigError, match=rf"the {kind} 'f' \(my_parts.py:1\) {message}") as refused:
+        algorithm.loss(random_terms((2, 2)))
+    assert refused.value.key == f"group.{kind}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(tokens, prompts):\n    pass", "gave None, expected a number for each of the 3 completions"),
+        ("def f(tokens, prompts):\n    return [1.0]", "gave a list of 1, expected a number for each"),
+        ("def f(tokens, prompts):\n    return 1 / tokens", "gave inf for completion 2"),
+    ],
+)
+def test_what_weights_of_ones_own_give_is_checked(text: str, message: str, resolved: Callable) -> None:
+    algorithm = resolved(text, weights="my_parts.py:f")
+    with pytest.raises(ConfigError, match=rf"the weights 'f' \(my_parts.py:1\) {message}"), np.errstate(divide="ignore"):
+        algorithm.weigh(np.array([1, 2, 0]), np.array([0, 0, 1]))
+
+
+@pytest.mark.parametrize("kind", ["credit", "ratio", "surrogate", "weights", "filter"])
+def test_a_part_with_other_arguments_is_refused_before_the_first_step(kind: str, resolved: Callable) -> None:
+    text = "def f(one, two, three):\n    return one\n"
+    extra = {"dead_groups": "refill"} if kind == "filter" else {}
+    with pytest.raises(ConfigError, match=rf"group.{kind}: the {kind} 'f' \(my_parts.py:1\) is called with .* and nothing else: "):
+        resolved(text, **{kind: "my_parts.py:f"}, **extra)
+
+
+def test_a_part_may_be_a_partial_or_an_object(resolved: Callable, scored) -> None:
+    text = """
+import functools
+
+class Credit:
+    reads = ("process",)
+    def __call__(self, groups, *, power: float = 1.0):
+        return [[r ** power for r in group.reward] for group in groups]
+
+def f(groups, *, shift: float, scale: float = 1.0):
+    return [group.reward * scale + shift for group in groups]
+
+CREDIT, PART = Credit(), functools.partial(f, shift=0.5)
+"""
+    made = resolved(text, credit={"name": "my_parts.py:CREDIT", "power": "2"})
+    assert (describe(made.credit), made.needs_steps) == ("Credit(power=2.0)", True)
+    assert [one.tolist() for one in made.advantages([scored([3.0, 1.0])])[0]] == [[9.0, 9.0], [1.0, 1.0]]
+    made = resolved(text, credit={"name": "my_parts:PART", "scale": 2})
+    assert describe(made.credit) == "f(shift=0.5, scale=2.0)"
+    with pytest.raises(ConfigError, match="input should be a valid number"):
+        resolved(text, credit={"name": "my_parts:PART", "scale": "much"})
+
+
+def test_every_part_of_the_table_can_be_called_as_its_kind_is() -> None:
+    for name in ALGORITHMS:
+        resolve(name, GroupSettings(), 8)
+    assert math.isfinite(len(ALGORITHMS))
