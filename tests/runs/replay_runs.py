@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adaptive": {"group": {"entropy_target": 9.0, "entropy_bonus": 0.01, "updates_per_rollout": 2}},
     "completion": {"objective": "gspo", "group": {"off_policy_delta": 0.1, "updates_per_rollout": 2}},
     "reward_kl": {"objective": "rloo", "group": {"beta": 0.05}},
+    "bonus": {"group": {"entropy_bonus": 0.01}},
     "whitened": {"objective": "reinforce_pp", "group": {"beta": 0.05}},
     "schedule": {"optimizer": {"schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1}, "save": {"every": 2}},
     "single": {"model": {"attention": "single"}, "rollout": {"engine": "transformers"}},

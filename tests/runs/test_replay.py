@@ -76,6 +76,13 @@ def test_without_a_model_the_loss_and_its_gradient_are_the_runs(run: Path) -> No
     assert sum(replayed.again.gradient) > 0.1
 
 
+@pytest.mark.slow
+def test_a_loss_with_an_entropy_bonus_has_its_closed_form_by_the_recorded_entropies(tmp_path: Path) -> None:
+    replayed = replay(recorded(tmp_path, "bonus", **CASES["bonus"]), 1, model=False)
+    assert replayed.again.without is None
+    assert next(figure for figure in replayed.figures if figure.name == "loss, closed form").same
+
+
 def learnt(metrics: Mapping[str, float]) -> dict[str, float]:
     """Without speed and what the sampling cost: a replay does not sample."""
     return {name: value for name, value in metrics.items() if name != "tokens/per_second" and not name.startswith("limit/")}

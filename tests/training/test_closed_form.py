@@ -101,3 +101,6 @@ def test_missing_log_probs_and_entropies_are_named(scored_group: Callable[..., S
     logp = {(s.group, s.index): s.behavior_logp for s in samples}
     with pytest.raises(DataError, match="the entropies of 1 completions, the first of them 0/0#1"):
         closed_form(masked, samples, logp, {("0/0", 0): samples[0].behavior_logp})
+    adaptive = resolve("grpo", GroupSettings(group_size=2, entropy_target=1.0, entropy_bonus=0.1), 8)
+    with pytest.raises(DataError, match="adaptive entropy bonus"):
+        closed_form(adaptive, samples, logp, logp)

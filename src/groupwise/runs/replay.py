@@ -321,7 +321,7 @@ def _outcome(
     entropy = _by_name(groups, (step or recorded).columns.get("entropy", ()))  # at the first pass
     try:
         parts = [closed_form(algorithm, samples, current, entropy or None) for samples in steps]
-        last = [closed_form(algorithm, samples, seen) for samples in steps] if seen else []
+        last = [closed_form(algorithm, samples, seen) for samples in steps] if seen and not algorithm.needs_entropy else []
     except DataError as error:
         without = str(error)
     whole = [one for samples in steps for one, _ in joined((sample, sample.weight) for sample in samples)]

@@ -42,10 +42,13 @@ class ClosedForm:
 def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, entropy: Tokens | None = None) -> ClosedForm:
     """The step on `samples`, whose weights are final, by a policy that gives their tokens `logp` (and `entropy`), nats.
 
-    Raises DataError for a completion of which a log-prob is missing, and for missing entropies where the loss reads them.
+    Raises DataError for a completion of which a log-prob is missing, for missing entropies where the loss reads them, and for an
+    adaptive entropy bonus.
     """
     if algorithm.needs_entropy and entropy is None:
-        raise DataError("the loss reads entropies, and none were recorded")
+        raise DataError("the loss reads entropies, and none were recorded: there is no closed form")
+    if algorithm.entropy_target is not None:
+        raise DataError("the coefficient of an adaptive entropy bonus is the run's own state: there is no closed form")
     computed = worked(algorithm, samples)
     _check_recorded("log-probs", logp, computed)
     if algorithm.needs_forking:  # of all samples: the quantile is the step's
