@@ -10,6 +10,7 @@ from groupwise.data.tasks.addition import Addition, Sums
 from groupwise.data.tasks.arithmetic import Arithmetic
 from groupwise.data.tasks.base import Task
 from groupwise.data.tasks.calculator import Calculator
+from groupwise.data.tasks.chat import ChatJson, ChatSums, ChatWords
 from groupwise.data.tasks.countdown import Countdown
 from groupwise.data.tasks.gsm8k import Gsm8kArithmetic
 from groupwise.data.tasks.guessing import Guessing
@@ -29,6 +30,9 @@ TASKS: dict[str, type[Task]] = {
     "preferences": Preferences,
     "calculator": Calculator,
     "guessing": Guessing,
+    "chat_sums": ChatSums,
+    "chat_json": ChatJson,
+    "chat_words": ChatWords,
 }
 
 

@@ -1,0 +1,120 @@
+"""Small tasks in plain words for a language model that chats: a sum, an object in JSON, a word game.  Each is scored by a program.
+
+There are no demonstrators: the model that is trained can speak already.  Rows are asked as chat messages (`data.chat: true`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.data.tasks.base import Generated, Row, check_count
+
+NAMES, CITIES, WORDS = (
+    text.split()
+    for text in (
+        "Anna Ben Carla David Emma Frank Greta Hugo Iris Jonas Karen Leo Maria Nick Olga Paul Rosa Simon Tina Victor "
+        "Alice Bruno Clara Daniel Eva Felix Grace Henry Irene Jack Laura Martin Nora Oscar Peter Ruth Sarah Thomas Vera Walter",
+        "Paris London Rome Berlin Madrid Vienna Lisbon Dublin Athens Oslo Prague Warsaw Tokyo Cairo Lima Boston",
+        "apple beach bread candy chair cloud dance dream eagle flame garden grape green heart horse house island juice kitchen "
+        "lemon light money mouse music night ocean orange paper piano plant queen river robot salad stone storm sugar table "
+        "tiger train uncle valley voice water window yellow zebra",
+    )
+)
+
+
+class _Spoken(Generated):
+    """A task without demonstrators: what it shows is the answer alone."""
+
+    def completion(self, row: Row, rng: random.Random) -> str:
+        """The answer."""
+        return str(row["answer"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSums(_Spoken):
+    """`What is 17 + 25?`, with numbers of `digits` digits.  The reward is `accuracy`.
+
+    >>> ChatSums().held_out(1)
+    [{'prompt': 'What is 30 + 90?', 'answer': '120'}]
+    """
+
+    digits: int = 2
+
+    def __post_init__(self) -> None:
+        check_count("digits", self.digits, 1, 6)
+
+    def question(self, rng: random.Random) -> Row:
+        """Two numbers without leading zeros."""
+        low, high = 10 ** (self.digits - 1), 10**self.digits - 1
+        a, b = rng.randint(low, high), rng.randint(low, high)
+        return {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatJson(_Spoken):
+    """A sentence about a person, to be given as JSON.  The reward is `groupwise.data.tasks.chat:same_object`."""
+
+    def question(self, rng: random.Random) -> Row:
+        """A name, an age and a city."""
+        person = {"name": rng.choice(NAMES), "age": rng.randint(5, 90), "city": rng.choice(CITIES)}
+        sentence = f"{person['name']} is {person['age']} years old and lives in {person['city']}."
+        prompt = f"{sentence} Answer with JSON only, with the keys name, age and city."
+        return {"prompt": prompt, "answer": json.dumps(person)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatWords(_Spoken):
+    """Which of `count` words comes first in the alphabet.  The reward is `groupwise.data.tasks.chat:same_word`."""
+
+    count: int = 3
+
+    def __post_init__(self) -> None:
+        check_count("count", self.count, 2, 10)
+
+    def question(self, rng: random.Random) -> Row:
+        """Different words in random order."""
+        words = rng.sample(WORDS, self.count)
+        return {"prompt": f"Which of these words comes first in the alphabet: {', '.join(words)}?", "answer": min(words)}
+
+
+def same_object(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
+    """1 for a completion that is the answer's JSON object and nothing else, 0.2 for one that holds it among other text.
+
+    A fence of ``` around the object counts as nothing else.
+
+    >>> same_object(['{"age": 7, "name": "Eva"}', 'Sure! {"name": "Eva", "age": 7}', "Eva, 7"], ['{"name": "Eva", "age": 7}'] * 3)
+    [1.0, 0.2, 0.0]
+    """
+    return [_object_score(_text(one), json.loads(gold)) for one, gold in zip(completions, answer, strict=True)]
+
+
+def _object_score(text: str, gold: Any) -> float:
+    text = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip())
+    for part, score in ((text, 1.0), (text[text.find("{") : text.rfind("}") + 1], 0.2)):
+        try:
+            if json.loads(part) == gold:
+                return score
+        except (ValueError, RecursionError):
+            continue
+    return 0.0
+
+
+def same_word(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
+    """1 where the last of the game's words that a completion names is the answer, and no more than two are named.
+
+    >>> same_word(["The first word is apple.", "apple, beach, bread", "**beach**", ""], ["apple", "apple", "apple", "apple"])
+    [1.0, 0.0, 0.0, 0.0]
+    """
+    known = set(WORDS)
+    named = [[word for word in re.findall(r"[a-z]+", _text(one).lower()) if word in known] for one in completions]
+    return [float(bool(words) and len(words) <= 2 and words[-1] == gold) for words, gold in zip(named, answer, strict=True)]
+
+
+def _text(completion: Any) -> str:
+    """A completion's text, also where it is messages."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
