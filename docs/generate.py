@@ -1,6 +1,6 @@
 """Makes what is a repetition of the code: `python docs/generate.py` (part of `make docs`).
 
-Whole pages (algorithms.md and one for each row, executed.md, metrics.md, models.md, settings.md), the README's packages and speeds,
+Whole pages (algorithms.md and one for each row, executed.md, metrics.md, models.md, settings.md),
 the types of `gw.train`'s keywords, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
 """
 
@@ -290,14 +290,6 @@ def rooms_table() -> str:
     return "\n".join(lines)
 
 
-def short_rooms_table() -> str:
-    """Every package with what stands behind the colon in that sentence."""
-    lines = ["| package | what it is for |", "|---|---|"]
-    for name in rooms():
-        lines.append(f"| `{name}` | {cell(sentence(PACKAGE / name / '__init__.py').partition(': ')[2])} |")
-    return "\n".join(lines)
-
-
 def tree() -> str:
     """Every source file with the first sentence of its docstring, upstream first."""
     lines = ["src/groupwise/"]
@@ -533,42 +525,6 @@ def parallel_table() -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- README.md
-
-PROCESSORS = {"avx512": "AMD, AVX-512", "zen4": "AMD, Zen 4", "amx": "Intel, AMX", "avx2": "AMD, AVX2"}
-SHAPES = {"S": "256 wide", "M": "512 wide", "L": "GPT-2"}
-
-
-def speed_table() -> str:
-    """What the benchmarks found against TRL and vLLM, on one core, as their results stand; a dash where nothing was measured."""
-    results = DOCS.parent / "benchmarks" / "results"
-    held = {kind: json.loads((results / f"{kind}.json").read_text(encoding="utf-8")) for kind in PROCESSORS}
-
-    def ratios(script: str, kind: str, dtype: str, group: str, key: str) -> list[float | None]:
-        measured = (held[kind].get(f"{script}_{shape}_{dtype}_threads_1") for shape in SHAPES)
-        return [one and one[group][key] for one in measured]
-
-    def ratios_cell(found: list[float | None]) -> str:
-        return "; ".join("-" if ratio is None else f"{ratio:.1f}" for ratio in found) if any(found) else "-"
-
-    rows = []
-    for what, dtype, group, key in (
-        (f"GRPO step, float32: TRL's processor time over ours ({'; '.join(SHAPES.values())})", "float32", "cpu_ratios", "step"),
-        ("the same in bfloat16", "bfloat16", "cpu_ratios", "step"),
-        ("its memory, float32: TRL's over ours", "float32", "ratios", "memory"),
-    ):
-        cells = [ratios_cell(ratios("vs_trl", kind, dtype, group, key)) for kind in PROCESSORS]
-        rows.append([what, *cells, "`python benchmarks/vs_trl.py --grid`"])
-    cells = []
-    for kind in PROCESSORS:
-        found = (ratios("vs_engines", kind, dtype, "ratios", "vllm, full") for dtype in ("float32", "bfloat16"))
-        speeds = [ratio for some in found for ratio in some if ratio is not None]
-        cells.append(f"{min(speeds):.1f} to {max(speeds):.1f}" if speeds else "-")
-    rows.append(["rollouts: our tokens per second over those of vLLM's CPU build", *cells, "`python benchmarks/vs_engines.py`"])
-    lines = [f"| | {' | '.join(PROCESSORS.values())} | command |", "|---" * (len(PROCESSORS) + 2) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
 # ---------------------------------------------------------------- pages
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -583,12 +539,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "rewards": rewards_table,
     "explain": explain_block,
     "rooms": rooms_table,
-    "short_rooms": short_rooms_table,
     "tree": tree,
     "public": public_table,
     "balance": balance_table,
     "parallel": parallel_table,
-    "speed": speed_table,
 }
 
 

@@ -386,18 +386,13 @@ def test_the_page_has_a_row_for_every_figure_of_the_terminal() -> None:
     assert "left" in labels
 
 
-def test_the_counts_of_the_readme_are_counted() -> None:
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    oracle = [json.loads(path.read_text()) for path in (ROOT / "tests/fixtures/oracle").glob("*.json")]
-    assert f"{sum(len(one['cases']) for one in oracle)} losses, advantages and steps of TRL's own code" in said
-    assert f"There are {len(ONLINE)} online objectives" in said
-    found = (DOCS / "models.md").read_text(encoding="utf-8")
-    packed, single, refused, unbuilt = (
-        int(re.search(rf"{what}: (\d+)\.", found)[1])  # type: ignore[index]
-        for what in ("Proven packed", "Proven one by one", "Refused", "Cannot be built")
-    )
-    assert f"of {packed + single + refused + unbuilt} causal architectures" in said
-    assert f"{packed} are right packed and {single} one sequence at a time" in said
+    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")]
+    measured = [one for result in results for name, one in result.items() if re.fullmatch(r"vs_trl_[SML]_float32_threads_1", name)]
+    for group, key, what in (("cpu_ratios", "step", "less processor time"), ("ratios", "memory", "less memory")):
+        ratios = [one[group][key] for one in measured]
+        assert f"{min(ratios):.1f} to {max(ratios):.1f} times {what}" in said
 
 
 def test_the_glossary_has_every_word_that_names_are_made_of() -> None:
