@@ -28,7 +28,6 @@ from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
 from groupwise.config.schema import lookup, settings_table
 from groupwise.config.settings import (
-    ONLINE,
     CorrectionSettings,
     GroupSettings,
     OptimizerSettings,
