@@ -85,6 +85,12 @@ class Prompt:
     """The prompt as rewards and readers see it."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The data row; its columns go to the reward functions by name."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The chat messages that `text` was made from, the recipe's system message included; None: no chat template was used."""
+    wrapped: bool = False
+    """True if the row's prompt is a text, of which `data.chat` made the last of `messages`."""
+    cut: int = 0
+    """Tokens that were cut from its beginning (`data.too_long: truncate_left`)."""
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1 and self.tokens.size >= 1, f"prompt {self.id} has no tokens"

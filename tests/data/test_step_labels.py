@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.data import vocabulary
 from groupwise.data.sources import SourceRows
 from groupwise.data.step_labels import encode_solutions
 from groupwise.data.templates import Template
@@ -27,7 +28,7 @@ def test_steps_end_where_the_policy_would_end_them() -> None:
     text = TOKENIZER.decode(solution.completion.tolist(), skip_special_tokens=True)
     assert text == "1+2=3\n3+3=6\n6" and solution.completion[-1] == EOS
     assert solution.ends.tolist() == [5, 11, 13] and solution.labels.tolist() == [1.0, 0.0, 0.25]
-    found = segment_steps(solution.completion.tolist(), lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True))
+    found = segment_steps(solution.completion.tolist(), vocabulary.of(TOKENIZER).texts)
     assert found == solution.ends.tolist()
     assert report.kept == 1
 

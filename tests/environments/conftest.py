@@ -54,7 +54,7 @@ class Table:
     def prompt(self, text: str = "Do it.", name: str = "0/1", **row: Any) -> Prompt:
         row = {"prompt": [{"role": "user", "content": text}], **row}
         (question,) = self.template.ask([row["prompt"]], ["a row"], [row])
-        return Prompt(id=name, tokens=question.tokens, text=question.text, row=row)
+        return Prompt(id=name, tokens=question.tokens, text=question.text, row=row, messages=tuple(row["prompt"]))
 
     def begin(self, index: int = 0, seed: int = 0, **row: Any) -> tuple[Talk, Reply]:
         talk = self.world.begin(self.prompt(**row), index, seed=seed)

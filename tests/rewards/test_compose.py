@@ -5,17 +5,25 @@ from __future__ import annotations
 import itertools
 import os
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from groupwise.config.settings import RewardSettings
+from groupwise.data.prompts import encode_prompts
+from groupwise.data.sources import SourceRows
+from groupwise.data.templates import Template
+from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import Rewards, build_rewards
 from groupwise.rewards.find import LiveReward
+from groupwise.rewards.thread import Thread
 
 FILES = itertools.count()
 """Names of modules: each is imported once in this process."""
@@ -88,6 +96,69 @@ def test_chat_rows_give_messages_to_user_functions_and_text_to_builtins(function
     (scored,) = rewards.score([group("4", "t</think>4", text="<u>2+2=<a><think>", prompt=chat, answer="4")])
     np.testing.assert_array_equal(scored.rewards, [[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
     assert rewards.names == ("f", "think_format", "exact")
+
+
+USER = {"role": "user", "content": "2+2="}
+
+
+@pytest.mark.parametrize(
+    ("row", "wording", "prompt"),
+    [
+        ({"prompt": "2+2="}, {}, "2+2="),
+        ({"prompt": "2+2="}, {"chat": True, "system": "add"}, "2+2="),
+        ({"a": "2", "prompt": "?"}, {"chat": True, "format": "{a}+{a}="}, "2+2="),
+        ({"prompt": [USER]}, {}, [USER]),
+        ({"prompt": [USER]}, {"system": "add"}, [{"role": "system", "content": "add"}, USER]),
+        ({"messages": [USER, {"role": "assistant", "content": "4"}]}, {}, [USER]),
+    ],
+)
+def test_user_functions_get_the_rows_text_or_messages_and_never_the_chat_template(group, row, wording, prompt):
+    """A completion has the form of its prompt."""
+    seen = []
+
+    def f(prompts, completions):
+        seen.extend([prompts[0], completions[0]])
+        return [0.0 for _ in prompts]
+
+    template = Template(tokenizer=arithmetic_tokenizer(), **wording)
+    (asked,), _ = encode_prompts(SourceRows("rows", [row]), template, max_tokens=60)
+    rollouts = [replace(rollout, prompt=asked) for rollout in group("4")]
+    build_rewards([LiveReward(function=f, runs="here")], columns=list(row)).score([rollouts])
+    assert seen == [prompt, "4" if isinstance(prompt, str) else [{"role": "assistant", "content": "4"}]]
+
+
+@pytest.mark.parametrize("asked", ["completion", "completions"])
+@pytest.mark.parametrize("prefix", ["", "async "])
+@pytest.mark.parametrize("runs", ["file", "here"])
+def test_fixed_arguments_are_copies_in_every_call(functions, group, prefix, asked, runs):
+    one = "float(len(seen))" if asked == "completion" else "[float(len(seen))] * len(completions)"
+    code = f"{prefix}def f({asked}, seen):\n    seen.append(1)\n    return {one}\n"
+    given = {"seen": []}
+    if runs == "file":
+        settings: Any = RewardSettings(function=f"{functions(code)}:f", args=given)
+    else:
+        space: dict[str, Any] = {}
+        exec(code, space)
+        settings = LiveReward(function=space["f"], args=given, runs="here")
+    with build_rewards([settings], columns=[]) as rewards:
+        assert [column(rewards, group("4", "5", "6")) for _ in range(2)] == [[1.0] * 3] * 2
+    assert given == {"seen": []}
+
+
+def test_a_function_of_the_program_that_hangs_holds_up_no_call_after_the_close():
+    """The thread that it holds takes nothing that is meant for the next one."""
+    free, waits = threading.Event(), SimpleNamespace(run=lambda units: [free.wait(60)])
+    thread = Thread()
+    hung = thread.run(waits, [])
+    thread.close()
+    quick = thread.run(SimpleNamespace(run=lambda units: units), ["done"])
+    try:
+        assert quick() == ["done"]
+    finally:
+        free.set()
+    assert hung() == [True]
+    assert thread.run(SimpleNamespace(run=lambda units: units), ["again"])() == ["again"]
+    thread.close()
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from transformers import AutoModelForSequenceClassification
 
 from groupwise.config.settings import ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
 from groupwise.data.pairs import Pair
+from groupwise.data.prompts import encode_prompts
+from groupwise.data.sources import SourceRows
+from groupwise.data.templates import Template
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, RewardError
 from groupwise.models.policy import Policy
@@ -170,6 +174,34 @@ def test_another_tokenizer_with_a_chat_template(tiny_policy: Callable[..., Polic
     path = folder(tokenizer=tokenizer)
     (scored,) = build(policy, path).score([group_of(policy, "15")])
     ids = tokenizer("<|user|>12+3=<|end|><|assistant|>15<|end|>")["input_ids"]
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    assert scored.reward[0] == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("row", "wording"),
+    [
+        ({"prompt": "12+3="}, {}),
+        ({"prompt": [{"role": "user", "content": "12+3="}]}, {}),
+        ({"messages": [{"role": "user", "content": "12+3="}, {"role": "assistant", "content": "?"}]}, {}),
+        ({"a": 12, "b": 3}, {"format": "{a}+{b}="}),
+    ],
+    ids=["text", "prompt", "messages", "template"],
+)
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "plain"])
+def test_another_tokenizer_reads_the_policys_messages_without_its_chat_template(
+    tiny_policy: Callable[..., Policy], folder: Callable[..., str], row: dict[str, Any], wording: dict[str, Any], chat: bool
+) -> None:
+    """In whatever form the row has them, the recipe's system message included."""
+    policy, tokenizer = tiny_policy(), make_tokenizer("bytes")
+    tokenizer.chat_template = "{% for m in messages %}({{ m.role }}) {{ m.content }}\n{% endfor %}" if chat else None
+    path = folder(tokenizer=tokenizer)
+    template = Template(tokenizer=policy.tokenizer, chat=True, system="add", **wording)
+    (prompt,), _ = encode_prompts(SourceRows("rows", [row]), template, max_tokens=60)
+    rollouts = [replace(rollout, prompt=prompt) for rollout in group_of(policy, "15")]
+    (scored,) = build(policy, path).score([rollouts])
+    read = "(system) add\n(user) 12+3=\n(assistant) 15\n" if chat else "add\n12+3=15"
+    ids = tokenizer(read)["input_ids"] + [tokenizer.eos_token_id]
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     assert scored.reward[0] == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-6)
 

@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.config.settings import RewardSettings
+from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.step_rewards import checked_steps, segment_steps
 
-
-def text_of(ids):
-    return bytes(ids).decode(errors="ignore")
+BYTES = Vocabulary([bytes([i]) for i in range(256)], frozenset())
 
 
 @pytest.mark.parametrize(
@@ -22,12 +21,12 @@ def text_of(ids):
     [("", []), ("a", [0]), ("a\nb", [1, 2]), ("a\n\nb\n", [1, 4]), ("\n\na", [2]), ("\n", [0]), ("a\n \nb", [1, 4])],
 )
 def test_steps_by_newline(text, ends):
-    assert segment_steps(list(text.encode()), text_of) == ends
+    assert segment_steps(list(text.encode()), BYTES.texts) == ends
 
 
 def test_steps_end_at_the_token_that_completes_the_match():
     vocabulary = {1: "Step", 2: " one.\n", 3: "Step two.\nStep", 4: " three", 5: ""}
-    decode = lambda ids: "".join(vocabulary[i] for i in ids)  # noqa: E731
+    decode = lambda ids: [vocabulary[i] for i in ids]  # noqa: E731
     assert segment_steps([1, 2, 3, 4, 5], decode) == [1, 2, 4]
     assert segment_steps([1, 2, 3, 4], decode, by="regex", pattern=r"two") == [2, 3]
     assert segment_steps([1, 2, 2], decode, by="tokens", ends=[2]) == [1, 2]
@@ -35,23 +34,23 @@ def test_steps_end_at_the_token_that_completes_the_match():
 
 def test_characters_of_several_tokens():
     text = "é\nü"
-    assert segment_steps(list(text.encode()), text_of) == [2, 4]
+    assert segment_steps(list(text.encode()), BYTES.texts) == [2, 4]
 
 
 @given(st.lists(st.sampled_from([10, 32, 65, 66]), max_size=30), st.sampled_from(["newline", "regex", "tokens"]))
 def test_every_token_belongs_to_one_step(ids, by):
-    ends = segment_steps(ids, text_of, by=by, pattern="A" if by == "regex" else None, ends=[65])
+    ends = segment_steps(ids, BYTES.texts, by=by, pattern="A" if by == "regex" else None, ends=[65])
     assert ends == sorted(set(ends))
     assert (ends[-1] == len(ids) - 1) if ids else ends == []
 
 
 def test_bad_segmentations():
     with pytest.raises(ConfigError, match="'newline', 'regex' or 'tokens', got 'words'"):
-        segment_steps([1], text_of, by="words")  # type: ignore[arg-type]
+        segment_steps([1], BYTES.texts, by="words")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot compile"):
-        segment_steps([1], text_of, by="regex", pattern="(")
+        segment_steps([1], BYTES.texts, by="regex", pattern="(")
     with pytest.raises(ConfigError, match="need the ids"):
-        segment_steps([1], text_of, by="tokens")
+        segment_steps([1], BYTES.texts, by="tokens")
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def _recorded(rows: SourceRows) -> SourceRows:
     named = [
         {
             **json.loads(row["row"]),
-            "prompt": json.loads(row["row"]).get("prompt", row["prompt_text"]),
+            "prompt": _asked(row),
             "completion": row["completion_text"],
             **{column: row[column] for column in ("prompt_ids", "completion_ids")},
             "finish_reason": row["finish"],
@@ -196,6 +196,14 @@ def _recorded(rows: SourceRows) -> SourceRows:
         for row in rows
     ]
     return replace(rows, rows=named)
+
+
+def _asked(row: Mapping[str, Any]) -> Any:
+    """The prompt as the run's reward functions saw it; of a record without its messages, what stands in the data row."""
+    if row.get("prompt_messages") is None:
+        return json.loads(row["row"]).get("prompt", row["prompt_text"])
+    messages = json.loads(row["prompt_messages"])
+    return messages[-1]["content"] if row.get("prompt_wrapped") else messages
 
 
 def _check(name: str, row: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from groupwise.data.sources import BadRow, printable, too_deep
@@ -19,6 +20,14 @@ BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking", "function_
 OPENING = ("system", "developer")
 TEXTS = ("text", "input_text", "output_text")
 """Kinds of parts that hold text."""
+VARIABLES = "chat_template_kwargs"
+"""The column with the chat template's variables."""
+ARGUMENTS = (
+    "messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "return_assistant_tokens_mask",
+)  # fmt: skip
+"""Arguments of the renderer, which rows and the library set."""
+NO_VARIABLES = "with chat_template_kwargs that cannot be used"
 NO_CALLS = "with tool_calls that are no list of calls"
 NO_TEXT = "with content that is no text"
 IN_SEQUENCE = "with two turns of the assistant in sequence"
@@ -186,6 +195,30 @@ def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found) or too_deep(found):
         return None
     return [dict(tool) for tool in found] if all(names_of(found)) else None
+
+
+def variables_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The chat template's variables in a row's column `chat_template_kwargs`, an object or its JSON text.
+
+    Raises BadRow for what is neither, and for a name that is no variable of a template.
+
+    >>> variables_in({"chat_template_kwargs": '{"enable_thinking": false}'}, "row 1"), variables_in({}, "row 1")
+    ({'enable_thinking': False}, {})
+    """
+    found = row.get(VARIABLES)
+    if isinstance(found, str) and found.strip():
+        with suppress(ValueError, RecursionError):
+            found = json.loads(found)
+    if not found:
+        return {}
+    if not isinstance(found, Mapping) or too_deep(found):
+        raise BadRow(NO_VARIABLES, f"{where}: {VARIABLES} is {found!r:.60}: expected an object of the chat template's variables")
+    for name in ARGUMENTS:
+        if name in found:
+            raise BadRow(
+                NO_VARIABLES, f"{where}: {VARIABLES} sets {name!r}, which is no variable of the chat template: leave it out"
+            )
+    return found
 
 
 def names_of(functions: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -47,10 +47,10 @@ def encode_pairs(
 ) -> tuple[list[Pair], Report]:
     """Pairs of rows with `chosen` and `rejected` (strings or messages) and a prompt in any form that prompts may have.
 
-    Other published forms are read too (`published`).  Dropped and counted: rows that cannot be read, that diverge before their last
-    turn or that the chat template refuses, empty prompts, empty completions, identical completions, unknown characters, and pairs
-    whose longer side exceeds `context` (`truncate_left` cuts the prompt, the same for both sides).
-    Raises DataError if a column is in no row, or if no pair is left.
+    Other published forms are read too (`preference_formats`).  Dropped and counted: rows that cannot be read, that diverge before
+    their last turn or that the chat template refuses, empty prompts, empty completions, identical completions, unknown characters,
+    and pairs whose longer side exceeds `context` (`truncate_left` cuts the prompt, the same for both sides).  Raises DataError if a
+    column is in no row, or if no pair is left.
     """
     rows = as_pairs(rows, template)
     tally = Tally.of(rows)

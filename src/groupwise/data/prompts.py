@@ -56,14 +56,24 @@ def encode_prompts(
     tally = Tally.of(rows)
     prompts: list[Prompt] = []
     for i, question in ask_rows(rows, template, tally):
-        ids, text = question.tokens, question.text
+        ids, text, content = question.tokens, question.text, question.content
         if ids.size > max_tokens:
             if not _may_be_cut(question, max_tokens, too_long, tally):
                 continue
             ids = cut_left(ids, max_tokens, template.bos_id)
             text = str(template.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
-        tally.keep(template.key(question.content))
-        prompts.append(Prompt(id=str(i), tokens=ids, text=text, row=rows[i]))
+        tally.keep(template.key(content))
+        prompts.append(
+            Prompt(
+                id=str(i),
+                tokens=ids,
+                text=text,
+                row=rows[i],
+                messages=None if isinstance(content, str) else tuple(content),
+                wrapped=not question.plain and isinstance(template.unwrapped(rows[i]), str),
+                cut=question.tokens.size - ids.size,
+            )
+        )
     report = tally.report([prompt.tokens.size for prompt in prompts])
     if not prompts:
         long = any(reason.startswith("longer") for reason in report.dropped)

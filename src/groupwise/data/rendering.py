@@ -57,7 +57,7 @@ class Chat:
     def options(self) -> dict[str, Any]:
         """What the renderer takes beside messages and tools."""
         own = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
-        return own | dict(self.variables)
+        return dict(self.variables) | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,14 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> l
         for start in range(0, len(some), AT_ONCE):
             found += _WORKER.render(tokenizer, some[start : start + AT_ONCE])
     return found
+
+
+def shown_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
+    """The text of the chat template that writes conversations, with tools or without; empty if there is none."""
+    found = tokenizer.chat_template
+    if isinstance(found, Mapping):
+        found = found["tool_use"] if tools and "tool_use" in found else found.get("default")
+    return str(found or "")
 
 
 def _renders_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -166,9 +174,8 @@ class _Worker:
     def _ask(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[tuple[str, str]]:
         """One line out, one line in.  Raises _Died if the process did."""
         process = self._started()
-        tools = list(chats[0].tools) if chats[0].tools is not None else None
         request = {
-            "template": tokenizer.get_chat_template(None, tools),  # type: ignore[arg-type]
+            "template": shown_template(tokenizer, tools=chats[0].tools is not None),
             "variables": dict(tokenizer.special_tokens_map),
             "seconds": SECONDS,
             "memory": MEMORY,

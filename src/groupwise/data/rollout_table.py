@@ -36,7 +36,8 @@ def groups_from_bytes(data: bytes) -> list[Scored]:
 def table_of(step: Step) -> pa.Table:
     """One row per completion of a step: text, ids, log-probs, rewards, advantages, everything that a `Step` is made from.
 
-    Columns: step, group, prompt_id, prompt_text, prompt_ids, row (JSON), index, completion_text, completion_ids, behavior_logp,
+    Columns: step, group, prompt_id, prompt_text, prompt_ids, prompt_messages (JSON, null: a text), prompt_wrapped, prompt_cut
+    (as in `Prompt`), row (JSON), index, completion_text, completion_ids, behavior_logp,
     current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, episode (JSON, where there is one),
     `rewards/NAME` per function, reward, `extra/NAME` (JSON) per column that reward functions logged and `logged` (JSON), what they
     logged as metrics, `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step (weight ...).
@@ -61,6 +62,9 @@ def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Sche
         ("prompt_id", pa.string()),
         ("prompt_text", pa.string()),
         ("prompt_ids", pa.list_(pa.int64())),
+        ("prompt_messages", pa.string()),
+        ("prompt_wrapped", pa.bool_()),
+        ("prompt_cut", pa.int64()),
         ("row", pa.string()),
         ("index", pa.int64()),
         ("completion_text", pa.string()),
@@ -100,6 +104,9 @@ def _row(step: Step, place: int, i: int, names: Sequence[str], signals: Sequence
         "prompt_id": prompt.id,
         "prompt_text": _encodable(prompt.text),
         "prompt_ids": prompt.tokens,
+        "prompt_messages": None if prompt.messages is None else json.dumps(jsonable(prompt.messages), default=str),
+        "prompt_wrapped": prompt.wrapped,
+        "prompt_cut": prompt.cut,
         "row": json.dumps(jsonable(prompt.row), default=str),
         "index": rollout.index,
         "completion_text": _encodable(rollout.text),
@@ -175,7 +182,16 @@ def _scored(
 ) -> Scored:
     first = rows[0]
     tokens = np.array(first["prompt_ids"], np.int64)
-    prompt = Prompt(id=first["prompt_id"], tokens=tokens, text=first["prompt_text"], row=json.loads(first["row"]))
+    messages = first.get("prompt_messages")  # older tables have none of the next three
+    prompt = Prompt(
+        id=first["prompt_id"],
+        tokens=tokens,
+        text=first["prompt_text"],
+        row=json.loads(first["row"]),
+        messages=None if messages is None else tuple(json.loads(messages)),
+        wrapped=bool(first.get("prompt_wrapped")),
+        cut=first.get("prompt_cut") or 0,
+    )
     return Scored(
         rollouts=tuple(_rollout(row, prompt, kinds) for row in rows),
         names=names,

@@ -430,8 +430,8 @@ def _read_hub(name: str, split: str) -> SourceRows:
     return SourceRows(name, [bare_calls(row) for row in loaded.to_list()])
 
 
-FUNCTIONS = ("tools", "tool_calls", "function_call", "function", "parameters", "arguments")
-"""Columns and keys that hold tools or calls."""
+FUNCTIONS = ("tools", "tool_calls", "function_call", "function", "parameters", "arguments", "chat_template_kwargs")
+"""Columns and keys that hold tools, calls, or the chat template's variables."""
 
 
 def bare_calls(value: Any, *, inside: bool = False) -> Any:

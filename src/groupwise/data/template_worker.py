@@ -57,8 +57,7 @@ def _answer(render: Any, chat: Mapping[str, Any], request: Mapping[str, Any]) ->
             conversations=[chat["messages"]],
             tools=chat["tools"],
             chat_template=request["template"],
-            **request["variables"],
-            **chat["options"],
+            **{**request["variables"], **chat["options"]},
         )
         text = rendered[0]
     except OutOfTime:

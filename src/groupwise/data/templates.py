@@ -7,6 +7,7 @@ its text.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import string
@@ -32,6 +33,7 @@ from groupwise.data.messages import (
     names_missing,
     says_nothing,
     tools_in,
+    variables_in,
     with_arguments,
 )
 from groupwise.data.rendering import Chat, Refusal, render_chats
@@ -89,7 +91,7 @@ class Wording:
 
     def own_content(self, row: Mapping[str, Any], where: str = "row") -> Content:
         """`content` without the system message of the settings."""
-        content = self._without_system(row, where)
+        content = self.unwrapped(row, where)
         return [{"role": "user", "content": content}] if isinstance(content, str) and self.chat else content
 
     def opened(self, content: Content) -> Content:
@@ -126,7 +128,9 @@ class Wording:
             return own[0]["content"]
         return json.dumps(own, sort_keys=True, ensure_ascii=False, default=str)
 
-    def _without_system(self, row: Mapping[str, Any], where: str) -> Content:
+    def unwrapped(self, row: Mapping[str, Any], where: str = "row") -> Content:
+        """`own_content` before `chat` makes a message of a text."""
+        variables_in(row, where)
         if self.format == "alpaca":
             return _alpaca(row, where)
         if self.format is not None:
@@ -183,7 +187,7 @@ class Template(Wording):
         A last message of the assistant is continued, not closed.
         Raises DataError if the tokenizer has no chat template, or its template refuses the messages.
         """
-        return _accepted(self._rendered([_prompt_chat(content, where, self._tools_of({}))])[0])
+        return _accepted(self._rendered([_prompt_chat(content, where, self._tools_of({}), {})])[0])
 
     def ask(
         self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Mapping[str, Any]] | None = None
@@ -198,15 +202,16 @@ class Template(Wording):
         self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Question | Refusal]:
         """`ask`, but messages that the chat template refuses give a `Refusal` instead of an error."""
-        control = [self.control_in(content) for content in contents]
+        rows = rows or [{}] * len(contents)
+        control = [self.control_in(content, row) for content, row in zip(contents, rows, strict=True)]
         shown = [self.marked(content) if found else content for content, found in zip(contents, control, strict=True)]
-        tools = [self._tools_of(row) for row in rows or [{}] * len(contents)]
-        texts = self._rendered([_prompt_chat(*one) for one in zip(shown, wheres, tools, strict=True)])
+        tools, variables = [self._tools_of(row) for row in rows], [self.variables_of(row) for row in rows]
+        texts = self._rendered([_prompt_chat(*one) for one in zip(shown, wheres, tools, variables, strict=True)])
         plain = [isinstance(content, str) for content in contents]
         encoded = self._encode_some(texts, plain)
         return [
-            text if isinstance(text, Refusal) else Question(where, content, _unmarked(text), ids, found, offered)
-            for where, content, text, ids, found, offered in zip(wheres, contents, texts, encoded, control, tools, strict=True)
+            text if isinstance(text, Refusal) else Question(where, content, unmarked(text), ids, *further)
+            for where, content, text, ids, *further in zip(wheres, contents, texts, encoded, control, tools, variables, strict=True)
         ]
 
     def encode(self, texts: Sequence[str], *, plain: Sequence[bool]) -> list[np.ndarray]:
@@ -248,7 +253,7 @@ class Template(Wording):
             if isinstance(rendered, Refusal):
                 completions.append(rendered)
                 continue
-            behind = _unmarked(rendered)[len(question.text) :]
+            behind = unmarked(rendered)[len(question.text) :]
             text = str(said[0]["content"]) if _is_text(said) else behind
             m = question.tokens.size
             # Some templates cut reasoning out of an answer's text.
@@ -266,16 +271,16 @@ class Template(Wording):
         for i, (question, said, rendered) in enumerate(zip(questions, turns, whole, strict=True)):
             if isinstance(rendered, Refusal) or _is_text(said):
                 continue
-            if not _unmarked(rendered).startswith(question.text):
+            if not unmarked(rendered).startswith(question.text):
                 why = "it writes the prompt otherwise once it is answered"
                 found[i] = Refusal(question.where, why, "whose prompt the chat template writes otherwise once it is answered")
                 continue
-            behind = _squeezed(_unmarked(rendered)[len(question.text) :])
+            behind = _squeezed(unmarked(rendered)[len(question.text) :])
             if any(_squeezed(str(message["content"])) not in behind for message in said if message["role"] == "assistant"):
                 why = "it does not write the content of an answer beside the rest"
                 found[i] = Refusal(question.where, why, "whose content the chat template does not write")
                 continue
-            if names_missing(calls_of(said), _unmarked(rendered)[len(question.text) :]):
+            if names_missing(calls_of(said), unmarked(rendered)[len(question.text) :]):
                 why = "it does not write every call of an answer"
                 found[i] = Refusal(question.where, why, "whose tool_calls the chat template does not write")
                 continue
@@ -298,7 +303,15 @@ class Template(Wording):
         return self.complete([question], [answer], ())[0].stable
 
     def _tools_of(self, row: Mapping[str, Any]) -> Schemas | None:
-        return (tools_in(row) if self.tools is None else self.tools(row)) or None
+        if self.tools is not None:
+            return self.tools(row) or None
+        found = tools_in(row) or None
+        return self.shielded(found) if self.control_tokens == "plain" else found
+
+    def variables_of(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Further variables of the chat template, from the column `chat_template_kwargs` of a row."""
+        found = variables_in(row, "row")
+        return self.shielded(found) if found and self.control_tokens == "plain" else found
 
     def unread_tools(self, row: Mapping[str, Any]) -> bool:
         """True if the prompt of a row should show the tools in its column, and they cannot be read."""
@@ -318,11 +331,12 @@ class Template(Wording):
                 elif functions and messages:
                     shown = self.marked(messages) if question.control else messages
                     assert not isinstance(shown, str)
-                    chat = _prompt_chat(shown if what == "tool" else _without_calls(shown), question.where, tools or None)
+                    said = shown if what == "tool" else _without_calls(shown)
+                    chat = _prompt_chat(said, question.where, tools or None, question.variables)
                     assert isinstance(chat, Chat)
                     bare.append((i, what, replace(chat, tools=None) if what == "tool" else chat))
         for (i, what, _), text in zip(bare, self._rendered([chat for _, _, chat in bare]), strict=True):
-            if not isinstance(text, Refusal) and _unmarked(text) == questions[i].text:
+            if not isinstance(text, Refusal) and unmarked(text) == questions[i].text:
                 found[i].append(what)
         return [tuple(one) for one in found]
 
@@ -345,14 +359,15 @@ class Template(Wording):
         starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
         return list(full[: starts[0]]) if starts else []
 
-    def control_in(self, content: Content) -> tuple[str, ...]:
-        """The control tokens whose text stands in the messages that a row brings, once each, in their order.
+    def control_in(self, content: Content, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """The control tokens whose text stands in what a row brings into a chat (messages, tools, variables), once each.
 
         Plain strings and the assistant's messages are not searched: both may hold the model's own format on purpose.
         """
         if isinstance(content, str):
             return ()
-        found = (token for text in _texts_of(self._foreign(content)) for token in self.typed_pattern.findall(text))
+        brought = [self._foreign(content), tools_in(row) if self.tools is None else None, variables_in(row, "row")]
+        found = (token for text in _texts_of(brought) for token in self.typed_pattern.findall(text))
         return tuple(dict.fromkeys(found))
 
     def _foreign(self, messages: Messages) -> Messages:
@@ -366,12 +381,13 @@ class Template(Wording):
         foreign = {id(message) for message in self._foreign(content)}
         return [self.shielded(message) if id(message) in foreign else message for message in content]
 
-    def shielded(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message whose control tokens stand between marks: `encode` makes plain text of them (`control_tokens` is `plain`)."""
-        return _map_texts(message, self._mark)
+    def shielded(self, value: Value) -> Value:
+        """A message, tools or variables whose control tokens stand between marks: `encode` makes plain text of them
+        (`control_tokens` is `plain`)."""
+        return _map_texts(value, self._mark)
 
     def _mark(self, text: str) -> str:
-        return self.typed_pattern.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", _unmarked(text))
+        return self.typed_pattern.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", unmarked(text))
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
@@ -444,7 +460,7 @@ class Template(Wording):
             pieces[-1] += rest
         ids: list[int] = []
         for piece, as_text in zip(pieces, plain, strict=True):
-            bare = _unmarked(piece)
+            bare = unmarked(piece)
             ids += self._encode_as_text(bare) if as_text else self.tokenizer(bare, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -481,8 +497,8 @@ class Template(Wording):
             return Refusal(question.where, why, "whose answer is more than text, behind a prompt that is a string")
         if content[-1]["role"] == said[0]["role"] == "assistant":
             last = {**content[-1], **said[0], "content": str(content[-1]["content"]) + str(said[0]["content"])}
-            return Chat([*content[:-1], last, *said[1:]], question.where, tools=question.tools)
-        return Chat([*content, *said], question.where, tools=question.tools)
+            content, said = content[:-1], [last, *said[1:]]
+        return Chat([*content, *said], question.where, tools=question.tools, variables=question.variables)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -499,6 +515,8 @@ class Question:
     """Special tokens whose text stands in its messages."""
     tools: Schemas | None = None
     """JSON schemas that its prompt shows."""
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further variables of the chat template."""
 
     @property
     def plain(self) -> bool:
@@ -518,6 +536,7 @@ class Completion:
 
 
 Found = TypeVar("Found", str, Question, Completion)
+Value = TypeVar("Value")
 
 
 def _accepted(answer: Found | Refusal) -> Found:
@@ -527,12 +546,14 @@ def _accepted(answer: Found | Refusal) -> Found:
     return answer
 
 
-def _prompt_chat(content: Content, where: str, tools: Schemas | None = None) -> str | Chat:
+def _prompt_chat(content: Content, where: str, tools: Schemas | None, variables: Mapping[str, Any]) -> str | Chat:
     """What is rendered of a prompt: up to where the assistant starts, or continues."""
     if isinstance(content, str):
         return content
     continued = content[-1]["role"] == "assistant"
-    return Chat(content, where, add_generation_prompt=not continued, continue_final_message=continued, tools=tools)
+    return Chat(
+        content, where, add_generation_prompt=not continued, continue_final_message=continued, tools=tools, variables=variables
+    )
 
 
 def _turns(answer: Content) -> Messages:
@@ -563,25 +584,32 @@ def _is_text(said: Messages) -> bool:
 
 
 def _texts_of(value: object) -> Iterator[str]:
-    """Every string inside messages; the names of roles and of kinds are not looked at."""
+    """Every string inside of a value, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            if key not in ("role", "type"):
-                yield from _texts_of(inner)
-    elif isinstance(value, list):
+            yield from _texts_of(key)
+            yield from () if _is_name(key, inner) else _texts_of(inner)
+    elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts_of(inner)
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with every string changed."""
+    """The same with every string changed, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: inner if key in ("role", "type") else _map_texts(inner, change) for key, inner in value.items()}
-    return [_map_texts(inner, change) for inner in value] if isinstance(value, list) else value
+        return {
+            _map_texts(key, change): inner if _is_name(key, inner) else _map_texts(inner, change) for key, inner in value.items()
+        }
+    return [_map_texts(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _is_name(key: object, value: object) -> bool:
+    """True for a role or a kind of part, which templates compare: it stays, also where a token has its name."""
+    return key in ("role", "type") and isinstance(value, str) and value.isidentifier()
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -623,7 +651,8 @@ def _is_mark(token: str) -> bool:
     return _MARK.fullmatch(token.strip()) is not None and _HTML.fullmatch(token.strip()) is None
 
 
-def _unmarked(text: str) -> str:
+def unmarked(text: str) -> str:
+    """A text without the marks around control tokens."""
     return text.replace(OPEN, "").replace(CLOSE, "")
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.sources import printable
-from groupwise.data.templates import CLOSE, OPEN, Messages, Template
+from groupwise.data.templates import OPEN, Messages, Template, unmarked
 from groupwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Turns:
             if tokens[0] != end_id:
                 raise DataError(f"the tokenizer does not keep {end!r}, which ends a turn of its chat template, in one piece")
             tokens = tokens[1:]
-        return Suffix(tokens, text.replace(OPEN, "").replace(CLOSE, ""), not closed, not closed or last == end_id)
+        return Suffix(tokens, unmarked(text), not closed, not closed or last == end_id)
 
     def prove(self) -> list[Proof]:
         """Whether the stream equals what the template writes of the whole conversation, for each kind of continuation."""

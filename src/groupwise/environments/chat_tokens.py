@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from groupwise.data.rendering import Chat, Refusal, render_chats
-from groupwise.data.templates import CLOSE, OPEN, Template
+from groupwise.data.rendering import Chat, Refusal, render_chats, shown_template
+from groupwise.data.templates import Template, unmarked
 from groupwise.data.turns import Turns
 from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, message_key
 from groupwise.environments.tool_calls import Call, Said, form_of, read_turn, split_thinking
@@ -75,8 +75,8 @@ class Speech:
             [self._template.shielded(message) for message in request.messages],
             add_generation_prompt=not continued,
             continue_final_message=continued,
-            tools=request.tools,
-            variables=request.variables,
+            tools=self._template.shielded(request.tools),
+            variables=self._template.shielded(request.variables),
         )
         with self.lock:
             try:
@@ -85,14 +85,15 @@ class Speech:
                 raise Refused(str(error), param="messages") from error
             if isinstance(text, Refusal):
                 raise Refused(str(text), param="messages")
-            return self._template.encode([text], plain=[False])[0], text.replace(OPEN, "").replace(CLOSE, "")
+            return self._template.encode([text], plain=[False])[0], unmarked(text)
 
     def follow(self, request: ChatRequest, last: int, news: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, str]:
         """Ids and text of what stands behind a turn whose last id is `last`.  Raises DataError where the template has no suffix."""
         with self.lock:
             turns = self._turns.get(request.setting)
             if turns is None:
-                turns = Turns(tokenizer=self.tokenizer, eos_ids=self.eos_ids, tools=request.tools, variables=request.variables)
+                tools, variables = self._template.shielded(request.tools), self._template.shielded(request.variables)
+                turns = Turns(tokenizer=self.tokenizer, eos_ids=self.eos_ids, tools=tools, variables=variables)
                 self._turns[request.setting] = turns
                 if len(self._turns) > SETTINGS:
                     self._turns.popitem(last=False)
@@ -106,7 +107,7 @@ class Speech:
 
     def read(self, drawn: SampledTokens, request: ChatRequest, thinking: bool, stop: Sequence[str]) -> Told:
         """A turn as a message, up to the first of the strings at which it stopped.  Calls that cannot be read stay text."""
-        form = form_of(_default(self.tokenizer.chat_template))
+        form = form_of(shown_template(self.tokenizer, tools=bool(request.tools)))
         if not request.tools and form != "channels":
             form = None
         tokens = list(drawn.tokens)
@@ -134,11 +135,6 @@ class Speech:
             ]
         reason = "tool_calls" if calls else "length" if drawn.finish is Finish.LENGTH else "stop"
         return Told(message, said, reason)
-
-
-def _default(template: Any) -> str:
-    """The chat template's text; of several the one called default."""
-    return str(template.get("default", "") if isinstance(template, Mapping) else template or "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,9 @@
 """Episodes: the policy's turns go to tools and environments, and their answers come back as token ids before the next turn.
 
 A turn with tool calls gets their results; in an environment with `step` any other turn goes there; else such a turn ends the
-episode.  Nothing that the policy wrote is tokenised again: an answer's ids are the chat template's suffix (`data/turns.py`), or,
-where the template rewrites earlier turns and the recipe says `split`, the next turn is drawn behind a context in which the policy's
-text keeps its ids (`data/conversations.py`).
+episode.  What is trained is never tokenised again: an answer's ids are the chat template's suffix (`data/turns.py`).  Where the
+template rewrites earlier turns and the recipe says `split`, the next turn is drawn behind the whole conversation as the template
+writes it, encoded anew; it is context and not trained.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from groupwise.config.settings import EnvironmentSettings
-from groupwise.data.conversations import Written, rewritten
-from groupwise.data.templates import Messages, Template
+from groupwise.data.messages import Messages
+from groupwise.data.prompts import cut_left
+from groupwise.data.rendering import Chat, Refusal, shown_template
+from groupwise.data.templates import Template, unmarked
 from groupwise.data.turns import Turns
 from groupwise.environments.conversation import Reply
 from groupwise.environments.environment import Broken, Ended, Environment, Kind, Result, Source
@@ -57,6 +59,7 @@ class EpisodeWorld:
         self.turns = {
             name: Turns(tokenizer=tokenizer, eos_ids=eos_ids, tools=kind.schemas or None) for name, kind in source.kinds.items()
         }
+        self._turns: dict[str, Turns] = {}
         self.form: CallForm | None = None
         if any(kind.schemas for kind in source.kinds.values()):
             self.form = call_form(template)
@@ -68,6 +71,13 @@ class EpisodeWorld:
         with self._lock:
             self._begun += 1
         return Talk(self, prompt, kind, zlib.crc32(f"{seed}/{prompt.id}".encode()))
+
+    def turns_of(self, kind: Kind, row: Mapping[str, Any]) -> Turns:
+        """What continues the conversations of a kind, with the template's variables of a row."""
+        variables = self.prompts.variables_of(row)
+        key = json.dumps([kind.name, variables], sort_keys=True, default=str)
+        with self._lock:
+            return self._turns.setdefault(key, replace(self.turns[kind.name], variables=variables))
 
     def broken(self, why: str) -> None:
         """Count an episode whose environment failed.  Raises EnvironmentFailure if there are too many."""
@@ -98,11 +108,7 @@ def kind_of(source: Source, row: Mapping[str, Any], where: str) -> Kind:
 
 def call_form(template: Template) -> CallForm:
     """The form of calls in the tokenizer's chat template.  Raises ConfigError."""
-    tokenizer = template.tokenizer
-    shown = tokenizer.chat_template
-    if isinstance(shown, dict):
-        shown = shown.get("tool_use", shown.get("default", ""))
-    if (form := form_of(str(shown or ""))) is None:
+    if (form := form_of(shown_template(template.tokenizer, tools=True))) is None:
         raise ConfigError(
             "the chat template shows tool calls in no form that is known (<tool_call> with JSON or with <function=...>, Llama's "
             "bare JSON, gpt-oss's channels): take a model that was made for tools, or set model.chat_template to a template with "
@@ -126,8 +132,9 @@ class Talk:
         """Use `EpisodeWorld.begin`."""
         self._world, self._prompt, self._kind, self._seed = world, prompt, kind, seed
         self._environment: Environment = world.source.make(kind)
-        self._opening: Messages = []
-        """The prompt's messages, with marks around what is encoded as text."""
+        self._turns_of = world.turns_of(kind, prompt.row)
+        self._written: Messages = []
+        """The whole conversation, with marks around what is encoded as text."""
         self._context = prompt.tokens
         """Ids that the present turn is drawn behind."""
         self._shown = prompt.text
@@ -135,9 +142,8 @@ class Talk:
         self._length = 0
         """Of the completion so far."""
         self._turns: list[Turn] = []
-        self._written: list[Written | Mapping[str, Any]] = []
-        """The turns of the policy, and messages of the world, in their order."""
         self._messages: list[Mapping[str, Any]] = []
+        """What was said behind the prompt."""
         self._branches: list[Branch] = []
         self._rewards: list[float] = []
         self._ended: Ended | None = None
@@ -191,36 +197,47 @@ class Talk:
     def _open(self) -> Reply:
         settings, template = self._world.settings, self._world.template
         self._deadline = time.monotonic() + settings.episode_timeout
-        prompts = self._world.prompts
-        content = prompts.marked(prompts.content(self._prompt.row, f"prompt {self._prompt.id}"))
-        if isinstance(content, str):
+        if self._prompt.messages is None:
             raise EnvironmentFailure("conversations are chat messages, and the prompt is a plain string: set data.chat: true")
-        self._opening = content
+        content = self._world.prompts.marked(list(self._prompt.messages))
+        assert not isinstance(content, str)
+        self._written = content
         try:
             observation = self._environment.reset(self._prompt.row, seed=self._seed, seconds=self._left)
         except Broken as broken:
             return self._over(broken.finish, str(broken))
         if observation:
             (observation,), _ = self._cut([observation])
-            self._opening = _appended(content, observation, template)
-            with self._world.text_lock:
-                self._shown = template.tools_shown(self._kind.schemas).text(self._opening)
-                context = template.encode([self._shown], plain=[False])[0]
+            self._written = _appended(content, observation, template)
+            continued = self._written[-1]["role"] == "assistant"
+            context, self._shown = self._rendered(add_generation_prompt=not continued, continue_final_message=continued)
+            if self._prompt.cut:
+                context = cut_left(context, self._prompt.tokens.size, template.bos_id)
             if not np.array_equal(context, self._context):
                 self._context = context
                 self._branches.append(Branch(begin=0, context=context))
                 return Reply(NOTHING, context=context)
         return Reply(NOTHING)
 
+    def _rendered(self, **options: bool) -> tuple[np.ndarray, str]:
+        """Ids and text of the whole conversation as the template writes it.  Raises DataError where it refuses."""
+        turns, template = self._turns_of, self._world.template
+        chat = Chat(self._written, "the conversation", tools=turns.tools, variables=turns.variables, **options)
+        with self._world.text_lock:
+            ((_, text),) = template.shown([chat])
+            if isinstance(text, Refusal):
+                raise DataError(str(text))
+            return template.encode([text], plain=[False])[0], unmarked(text)
+
     def _answer(self, tokens: list[int], finish: Finish) -> Reply:
         began, begin = time.monotonic(), self._length
         self._length += len(tokens)
-        said, written = self._read(tokens, finish)
+        said = self._read(tokens, finish)
         acted = finish is not Finish.LENGTH
         asked = bool(said.calls) and acted
         turn = Turn(begin=begin, end=self._length, finish=Finish.TOOL_CALLS if asked else finish)
         self._messages.append(_message(said))
-        self._written.append(written)
+        self._written.append(_message(said))
         self._context = np.concatenate([self._context, np.asarray(tokens, dtype=np.int64)])
         carried, over, why = [], None, ""
         answers: list[dict[str, Any]] = []
@@ -264,15 +281,14 @@ class Talk:
 
     def _continue(self, last: int, answers: Sequence[Mapping[str, Any]]) -> Reply:
         """The reply after which the next turn is drawn."""
-        world, turns = self._world, self._world.turns[self._kind.name]
         self._messages += answers
-        self._written += answers
-        with world.text_lock:
-            suffix = turns.after(last, answers)
-            stream = np.concatenate([self._context, suffix.tokens])
-            context = self._rewritten(turns)
+        self._written += [self._world.template.shielded(answer) for answer in answers]
+        with self._world.text_lock:
+            suffix = self._turns_of.after(last, answers)
+        stream = np.concatenate([self._context, suffix.tokens])
         self._shown += suffix.text
-        if context is None or np.array_equal(context[0], stream):
+        context = None if self._world.settings.past == "keep" else self._rewritten(stream)
+        if context is None:
             self._context = stream
             self._length += suffix.tokens.size
             return Reply(suffix.tokens)
@@ -280,15 +296,21 @@ class Talk:
         self._branches.append(Branch(begin=self._length, context=self._context))
         return Reply(NOTHING, context=self._context)
 
-    def _rewritten(self, turns: Turns) -> tuple[np.ndarray, str] | None:
-        """The whole conversation as the template writes it; None without `split`, or where the template refuses it."""
-        if self._world.settings.past == "keep":
-            return None
+    def _rewritten(self, stream: np.ndarray) -> tuple[np.ndarray, str] | None:
+        """Ids and text of the whole conversation as the template writes it; None where that is the stream, or it refuses."""
         try:
-            return rewritten(turns, self._world.template, self._opening, self._written)
+            ids, text = self._rendered(add_generation_prompt=True)
         except DataError as refused:  # a result without a call that can be read: there is no inference to be like
             log.debug("%s: kept as it was sampled: %s", self._prompt.id, refused)
             return None
+        if self._prompt.cut:
+            ids = cut_left(ids, max(1, ids.size - self._prompt.cut), self._world.template.bos_id)
+        with self._world.text_lock:
+            same = self._decoded(ids) == self._decoded(stream)
+        return None if same else (ids, text)
+
+    def _decoded(self, ids: np.ndarray) -> str:
+        return str(self._world.template.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
     def _over(self, finish: Finish, why: str = "") -> Reply:
         """The episode ends: its environment is asked for its reward, and closed.   why: it has failed, and cannot be asked."""
@@ -314,21 +336,18 @@ class Talk:
             return False
         return True
 
-    def _read(self, tokens: list[int], finish: Finish) -> tuple[Said, Written]:
+    def _read(self, tokens: list[int], finish: Finish) -> Said:
         """The turn taken apart."""
         tokenizer, form = self._world.template.tokenizer, self._world.form if self._kind.schemas else None
-        ended = finish is Finish.EOS
-        body = tokens if form == "channels" or not ended else tokens[:-1]
+        body = tokens if form == "channels" or finish is not Finish.EOS else tokens[:-1]
         tail = self._shown.rpartition("<think>")
         thinking = bool(tail[1]) and not tail[2].strip()
         if form is None:
             reasoning, content = split_thinking(str(tokenizer.decode(body, skip_special_tokens=True)), thinking)
             content = content.strip("\n") if reasoning is not None else content
-            said = Said(content, reasoning, (), content)
-        else:
-            text = str(tokenizer.decode(body, skip_special_tokens=False))
-            said = read_turn(text, form, thinking=thinking, tools=self._kind.schemas)
-        return said, Written(tuple(tokens), ended, _message(said))
+            return Said(content, reasoning, (), content)
+        text = str(tokenizer.decode(body, skip_special_tokens=False))
+        return read_turn(text, form, thinking=thinking, tools=self._kind.schemas)
 
     def _carry_out(self, calls: Sequence[Call | BrokenCall]) -> tuple[list[_Carried], Finish | None]:
         """The result of each call, in their order, and why the episode cannot continue, if it cannot."""

@@ -42,7 +42,7 @@ class SideBySide:
                 late = [index for index, value in enumerate(found) if value is _LATE]
                 found = [nothing if value is _LATE else value for value in found]
             else:
-                given = unit.keywords() | dict(unit.arguments) | every[0].given(unit.asks, unit.state)
+                given = unit.keywords() | every[0].given(unit.asks, unit.state)
                 task = asyncio.ensure_future(_contained(self._find(unit), given))
                 found = await _in_time(task, unit.timeout)
                 late = list(range(len(unit.labels))) if found is _LATE else []
@@ -59,7 +59,7 @@ class SideBySide:
         function = self._find(unit)
 
         async def one(label: str, row: dict[str, Any], notes: Notes) -> Any:
-            given = row | dict(unit.arguments) | notes.given(unit.asks, unit.state)
+            given = row | notes.given(unit.asks, unit.state)
             task = asyncio.ensure_future(_contained(function, given))
             try:
                 return await _in_time(task, unit.timeout)

@@ -18,7 +18,7 @@ from groupwise.config.live_objects import LIVE, Live, missing
 from groupwise.config.recipes import demand_values
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, Findings, RewardError
-from groupwise.records import Episode, Rollout, Scored, Step
+from groupwise.records import Episode, Prompt, Rollout, Scored, Step
 from groupwise.rewards.environment_states import EnvironmentState
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
 from groupwise.rewards.functions import Functions, Unit
@@ -390,13 +390,15 @@ class Rewards:
         return outcome.value if outcome.failure is None else [[] if reward.signature.process else None for _ in late]
 
     def _completions(self, rollouts: Sequence[Rollout]) -> Completions:
-        chat = [isinstance(rollout.prompt.row.get("prompt"), list) for rollout in rollouts]
+        prompts = [prompt_of(rollout.prompt) for rollout in rollouts]
+        chat = [isinstance(prompt, list) for prompt in prompts]
         episodes = [rollout.episode for rollout in rollouts]
         texts = [spoken(rollout) for rollout in rollouts]
         answered = any(episode is not None for episode in episodes)
         return Completions(
             labels=[f"{rollout.prompt.id}#{rollout.index}" for rollout in rollouts],
-            prompts=[r.prompt.row["prompt"] if c else r.prompt.text for r, c in zip(rollouts, chat, strict=True)],
+            prompts=prompts,
+            prompt_messages=[rollout.prompt.messages for rollout in rollouts],
             prompt_texts=[rollout.prompt.text for rollout in rollouts],
             completions=[
                 list(e.messages) if e is not None and e.messages else as_messages(text) if c else text
@@ -423,6 +425,13 @@ class Rewards:
             parts = [step_signal(reward.name, column[index], len(rollout), label) for reward, column in columns]
             signals.append(combine(np.stack(parts, axis=1), tuple(reward.weight for reward, _ in columns)))
         return signals
+
+
+def prompt_of(prompt: Prompt) -> str | list[Mapping[str, Any]]:
+    """A prompt as reward functions see it: the messages of a row that brings messages, else its text without a chat template."""
+    if prompt.messages is None:
+        return prompt.text
+    return str(prompt.messages[-1]["content"]) if prompt.wrapped else list(prompt.messages)
 
 
 def spoken(rollout: Rollout) -> str:

@@ -27,12 +27,14 @@ class Completions:
     labels: Sequence[str]
     """Name each completion in messages: `prompt id#index`."""
     prompts: Sequence[Any]
-    """TRL's convention: the row's messages if its prompt was messages, else its text."""
+    """TRL's convention: messages if the row's prompt was messages, else its text (`compose.prompt_of`)."""
     prompt_texts: Sequence[str]
     """The text that the policy continues, chat template applied."""
     completions: Sequence[Any]
     """TRL's convention: `[{"role": "assistant", "content": text}]` if the prompt was messages, else the text."""
     texts: Sequence[str]
+    prompt_messages: Sequence[Sequence[Mapping[str, Any]] | None] | None = None
+    """What the policy's chat template was given (`Prompt.messages`)."""
     prompt_ids: Sequence[Sequence[int]] | None = None
     completion_ids: Sequence[Sequence[int]] | None = None
     written_ids: Sequence[Sequence[int]] | None = None
@@ -63,6 +65,9 @@ class Reward:
     gold: str | None = None
     """The column behind `gold`, for built-ins that compare with one."""
     builtin: bool = False
+    """It reads the text of prompts and completions, whatever the rows hold."""
+    model: bool = False
+    """It reads the messages that the policy's chat template was given."""
     timeout: float | None = None
     """Seconds of one call: of a completion where it takes one, else of all that are scored at once."""
     live: LiveReward | None = None
@@ -79,6 +84,8 @@ class Reward:
                 given[name] = list(batch.columns[self.gold])
             elif self.builtin and wanted in ("prompts", "completions"):
                 given[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
+            elif self.model and wanted == "prompts" and batch.prompt_messages is not None:
+                given[name] = [chat or text for chat, text in zip(batch.prompt_messages, batch.prompts, strict=True)]
             elif self.builtin and wanted == "completion_ids" and batch.written_ids is not None:
                 given[name] = list(batch.written_ids)
             elif wanted in OFFERED:
@@ -167,6 +174,7 @@ def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: 
         function=inner if settings.timeout is None else None,
         gold=gold,
         builtin=builtin,
+        model=settings.function in MAKERS,
         timeout=settings.timeout,
     )
 

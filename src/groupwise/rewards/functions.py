@@ -48,14 +48,20 @@ class Unit:
     """Of `trainer_state.TOLD`."""
     state: TrainerState = field(default_factory=TrainerState)
 
-    def keywords(self) -> dict[str, list[Any]]:
-        """Keyword arguments, nothing in them shared between completions."""
-        return {name: unshared(values) for name, values in pickle.loads(self.given).items()}
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments, nothing in them shared between completions; fixed arguments are copies."""
+        return self._columns() | copy.deepcopy(dict(self.arguments))
 
     def rows(self) -> list[dict[str, Any]]:
         """For a function of one completion: the keyword arguments of each call."""
-        given = self.keywords()
-        return [{name: values[n] for name, values in given.items()} for n in range(len(self.labels))]
+        given = self._columns()
+        return [
+            {name: values[n] for name, values in given.items()} | copy.deepcopy(dict(self.arguments))
+            for n in range(len(self.labels))
+        ]
+
+    def _columns(self) -> dict[str, list[Any]]:
+        return {name: unshared(values) for name, values in pickle.loads(self.given).items()}
 
     def notes(self) -> Notes:
         """What its next call logs into."""
@@ -94,9 +100,9 @@ def worker(specs: Sequence[str]) -> Callable[..., Any]:
 class Functions:
     """Reward functions by name.  Messages are lists `[unit, kind, what]`:
 
-    `row`: value of the next completion, its seconds, and what it logged (`notes.Notes.told`).  `values`: of all completions, those
-    that were late, seconds, and what was logged.
-    `failed`: an exception in words (`worker_process.told`), with the completion's label where it is known; ends the unit.
+    `row`: value of the next completion, its seconds, and what it logged (`trainer_state.Notes.told`).  `values`: of all
+    completions, those that were late, seconds, and what was logged.  `failed`: an exception in words (`worker_process.told`), with
+    the completion's label where it is known; ends the unit.
     """
 
     def __init__(self, live: Mapping[str, Any] | None = None) -> None:
@@ -143,13 +149,13 @@ class Functions:
             function = self._inner(unit)
             if not unit.single:
                 notes = unit.notes()
-                found = function(**unit.keywords(), **unit.arguments, **notes.given(unit.asks, unit.state))
+                found = function(**unit.keywords(), **notes.given(unit.asks, unit.state))
                 values = validated(unit.name, found, unit.labels, unit.process)
                 yield "values", [values, [], time.monotonic() - began, notes.told()]
                 return
             for label, row in zip(unit.labels, unit.rows(), strict=True):
                 began, notes = time.monotonic(), unit.notes()
-                found = function(**row, **unit.arguments, **notes.given(unit.asks, unit.state))
+                found = function(**row, **notes.given(unit.asks, unit.state))
                 (value,) = validated(unit.name, [found], [label], unit.process)
                 yield "row", [value, time.monotonic() - began, notes.told()]
         except GeneratorExit:

@@ -1,7 +1,8 @@
 """A trained model as a reward: token ids in, scores out, on the very ids that it was trained on.
 
 Where the policy's tokenizer and the reward model's agree, the policy's ids are scored as they are, EOS included: nothing is decoded
-and encoded again.  Where they differ, the reward model reads the text through its own chat template, or plainly if it has none.
+and encoded again.  Where they differ, the reward model reads the messages that the policy read (or the text, where that was none)
+through its own chat template; without one it reads their texts, one a line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from groupwise.rewards.step_rewards import ProcessReward, Steps, segment_steps
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from groupwise.data.vocabulary import Vocabulary
     from groupwise.models.loading import Blueprint
     from groupwise.models.policy import Policy
     from groupwise.models.reward_head import Answer
@@ -70,13 +72,10 @@ def model_reward(
         )
     if not scorer.same_ids:
         raise ConfigError(f"{path} has another tokenizer than the policy: steps are rewarded at the policy's own tokens")
-    segment_steps([], lambda ids: "", by=steps, pattern=pattern, ends=ends)
+    segment_steps([], lambda ids: (), by=steps, pattern=pattern, ends=ends)  # refuses bad arguments now
 
     def by_steps(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Steps]:
-        decode = scorer.policy.tokenizer.decode
-        cut = [
-            segment_steps(ids, lambda part: str(decode(list(part))), by=steps, pattern=pattern, ends=ends) for ids in completion_ids
-        ]
+        cut = [segment_steps(ids, scorer.vocabulary.texts, by=steps, pattern=pattern, ends=ends) for ids in completion_ids]
         return [step_rewards(pooling, *found) for found in zip(scorer.tokens(prompt_ids, completion_ids), cut, strict=True)]
 
     return ProcessReward(by_steps)
@@ -120,6 +119,13 @@ class _Scorer:
         policy = load_scorer(self.settings, self.blueprint)
         policy.model.requires_grad_(False)
         return policy
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The text of each of its tokens."""
+        from groupwise.data import vocabulary
+
+        return vocabulary.of(self.blueprint.tokenizer)
 
     def by_ids(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float | None]:
         """Scores of the policy's own ids; None for a completion without tokens."""
@@ -183,6 +189,8 @@ class _Text:
 
     def encode(self, prompt: Any, completion: Any, finish: str) -> tuple[list[int], list[int]]:
         """Ids of a prompt (a text is the user's message where there is a chat template) and of its completion."""
+        if not self.template.chat and not isinstance(prompt, str):
+            prompt = "\n".join(str(message["content"]) for message in prompt)
         question = self.template.ask([self.template.content({"prompt": prompt})], ["a prompt"])[0]
         answer = self.template.complete([question], [completion], self.eos_ids)[0].tokens.tolist()
         return question.tokens.tolist(), answer[:-1] if finish == "length" else answer

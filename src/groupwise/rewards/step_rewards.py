@@ -88,7 +88,7 @@ def _checked(name: str, steps: Sequence[Any], label: str) -> Steps:
 
 def segment_steps(
     tokens: Sequence[int],
-    decode: Callable[[Sequence[int]], str],
+    texts: Callable[[Sequence[int]], Sequence[str]],
     *,
     by: Literal["newline", "regex", "tokens"] = "newline",
     pattern: str | None = None,
@@ -97,16 +97,17 @@ def segment_steps(
     r"""Cut a completion into steps; returns the index of each step's last token.  Every token belongs to exactly one step.
 
     `newline`: a step ends with the token that completes a line with text in it.  `regex`: with the token that completes a match of
-    `pattern`.  `tokens`: with each token in `ends`.  What remains behind the last such end is a step too.  `decode` maps ids to
-    text; prefixes of the completion are decoded (n decodes of at most n tokens), because only that is right for every tokenizer.
+    `pattern`.  `tokens`: with each token in `ends`.  What remains behind the last such end is a step too.
+
+    texts: gives the text of each token in its place (`data.vocabulary.Vocabulary.texts`).
 
     Raises ConfigError for an unknown `by`, a missing or bad pattern, or missing ends.
 
-    >>> segment_steps([65, 10, 10, 66, 67, 10, 68], lambda ids: bytes(ids).decode())
+    >>> segment_steps([65, 10, 10, 66, 67, 10, 68], lambda ids: list(map(chr, ids)))
     [1, 5, 6]
-    >>> segment_steps([65, 46, 32, 66], lambda ids: bytes(ids).decode(), by="regex", pattern=r"\. ")
+    >>> segment_steps([65, 46, 32, 66], lambda ids: list(map(chr, ids)), by="regex", pattern=r"\. ")
     [2, 3]
-    >>> segment_steps([7, 1, 7, 7], str, by="tokens", ends=[1])
+    >>> segment_steps([7, 1, 7, 7], lambda ids: list(map(chr, ids)), by="tokens", ends=[1])
     [1, 3]
     """
     if by == "tokens":
@@ -114,7 +115,7 @@ def segment_steps(
             raise ConfigError("steps by tokens need the ids that end a step")
         found = [index for index, token in enumerate(tokens) if token in ends]
     else:
-        found = _ends_in_text(tokens, decode, _compiled(by, pattern))
+        found = _ends_in_text(texts(tokens), _compiled(by, pattern))
     last = len(tokens) - 1
     return found if last < 0 or (found and found[-1] == last) else [*found, last]
 
@@ -130,8 +131,8 @@ def _compiled(by: str, pattern: str | None) -> re.Pattern[str]:
         raise ConfigError(f"steps by regex: cannot compile {pattern!r}: {error}") from error
 
 
-def _ends_in_text(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], pattern: re.Pattern[str]) -> list[int]:
-    reach = list(accumulate((len(decode(tokens[: index + 1])) for index in range(len(tokens))), max))
-    matches = pattern.finditer(decode(tokens)) if len(tokens) else ()
-    ends = [match.end() for match in matches if match.end() > match.start()]
-    return sorted({min(bisect_left(reach, end), len(tokens) - 1) for end in ends})
+def _ends_in_text(texts: Sequence[str], pattern: re.Pattern[str]) -> list[int]:
+    """The tokens in which matches end."""
+    reach = list(accumulate(map(len, texts)))
+    ends = [match.end() for match in pattern.finditer("".join(texts)) if match.end() > match.start()]
+    return sorted({bisect_left(reach, end) for end in ends})

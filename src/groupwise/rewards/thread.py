@@ -20,31 +20,29 @@ class Thread:
     """
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[Any] | None = None
 
     def run(self, functions: Functions, units: Sequence[Unit]) -> Callable[[], list[list[Any]]]:
         """Begin; calling what this returns waits for the messages."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._serve, name="groupwise-rewards", daemon=True)
-            self._thread.start()
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._calls,), name="groupwise-rewards", daemon=True).start()
         answer: Future[list[list[Any]]] = Future()
-        self._asked.put((answer, functions, units))
+        self._calls.put((answer, functions, units))
         return answer.result
 
-    def _serve(self) -> None:
-        while True:
-            asked = self._asked.get()
-            if asked is None:
-                return
-            answer, functions, units = asked
-            try:
-                answer.set_result(list(functions.run(units)))
-            except BaseException as error:  # whatever it is, it belongs to the thread that waits
-                answer.set_exception(error)
-
     def close(self) -> None:
-        """End the thread when it is idle."""
-        if self._thread is not None:
-            self._asked.put(None)
-            self._thread = None
+        """End the thread when it is idle; a later call has another one, and does not wait for a function that hangs."""
+        if self._calls is not None:
+            self._calls.put(None)
+            self._calls = None
+
+
+def _serve(calls: queue.SimpleQueue[Any]) -> None:
+    """Each thread has a queue to itself: it cannot take what is meant for its successor."""
+    while (call := calls.get()) is not None:
+        answer, functions, units = call
+        try:
+            answer.set_result(list(functions.run(units)))
+        except BaseException as error:  # whatever it is, it belongs to the thread that waits
+            answer.set_exception(error)

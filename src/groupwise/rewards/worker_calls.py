@@ -1,9 +1,11 @@
 """Calling functions that live in worker processes: requests out to all of them at once, messages in, each under its deadline.
 
-One process serves all functions of a file (or module) that have no `timeout` of their own: they share its state, as in any Python
-program, and are called in the order of the recipe.  A function with a `timeout` has a process to itself, so that its end costs
-no other's state; the asynchronous functions of a file share one, side by side in one event loop that stands still between
-calls.  Training, evaluation, `check` and `score` call them in the same way.  A process that was killed starts again from the file.
+One process serves the functions of a file (or module) that are not asynchronous and have no `timeout`: they share its state, as in
+any Python program, and are called in the order of the recipe.  A function with a `timeout` has a process to itself, so that its end
+costs no other's state.  The asynchronous functions of a file share another process, side by side in one event loop that stands
+still between calls, while the others are called: they share variables with each other, and with no function that is not
+asynchronous.  Training, evaluation, `check` and `score` call them in the same way.  A process that was killed starts again from the
+file.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Worker processes for code that may never return: each call has a deadline, at which its process is killed.
 
-A worker is a fresh Python process that is spoken to over a socket: it inherits no thread, no GPU handle and no lock, can be used
-from any thread of the parent, needs no `if __name__ == "__main__"` in the user's script, and is ended by SIGKILL, together with
-everything that it started.  It calls functions on its main thread, where signals and `signal.alarm` work.  It ignores the
-terminal's Ctrl-C, and it ends when its parent ends, however that happens (`worker_process.py`).  Requests go to the worker as
-pickles; answers come back as JSON, so that no answer can run code in the parent.  It is no sandbox: its code has the user's rights,
-files and network.
+A worker is a process that is spoken to over a socket: a fresh Python process, which inherits no thread, no GPU handle and no lock,
+or, for a function of the running program, a fork of it (`find.LiveReward`).  It can be used from any thread of the parent, needs no
+`if __name__ == "__main__"` in the user's script, and is ended by SIGKILL, together with everything that it started.  It calls
+functions on its main thread, where signals and `signal.alarm` work.  It ignores the terminal's Ctrl-C, and it ends when its parent
+ends, however that happens (`worker_process.py`).  Requests go to the worker as pickles; answers come back as JSON, so that no
+answer can run code in the parent.  It is no sandbox: its code has the user's rights, files and network.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Outcome:
     late: tuple[int, ...] = ()
     """Of a value with an entry per row: the rows whose own deadline passed; their entry is empty."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What a reward function logged: see `notes.Notes.told`."""
+    """What a reward function logged: see `trainer_state.Notes.told`."""
     seconds: float = 0.0
 
 

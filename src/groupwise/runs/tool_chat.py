@@ -53,7 +53,7 @@ class Answered:
         """One episode after the messages: turns of the policy and answers of its environment."""
         told = self.template.opened([dict(message) for message in messages])
         (question,) = self.template.ask([told], ["the conversation"])
-        prompt = Prompt(id="chat", tokens=question.tokens, text=question.text, row={"prompt": told})
+        prompt = Prompt(id="chat", tokens=question.tokens, text=question.text, row={"prompt": told}, messages=tuple(told))
         sampling = Sampling(temperature=temperature, max_new_tokens=self.length)
         ((rollout,),) = self.engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
         return rollout

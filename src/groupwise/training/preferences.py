@@ -278,7 +278,8 @@ def preference_rows(groups: Iterable[Scored], judge: str | None = None) -> list[
         best, worst = (int(i) for i in (np.nanargmax(scores), np.nanargmin(scores)))
         chosen, rejected = group.rollouts[best].text, group.rollouts[worst].text
         if not alike(scores) and chosen != rejected and chosen.strip() and rejected.strip():
-            rows.append({"prompt": group.prompt.text, **group.prompt.row, "chosen": chosen, "rejected": rejected})
+            prompt = group.prompt.text if group.prompt.messages is None else list(group.prompt.messages)
+            rows.append({"prompt": prompt, **group.prompt.row, "chosen": chosen, "rejected": rejected})
     return rows
 
 
