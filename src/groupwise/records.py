@@ -88,7 +88,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The chat messages that `text` was made from, the recipe's system message included; None: no chat template was used."""
     wrapped: bool = False
-    """True if the row's prompt is a text, of which `data.chat` made the last of `messages`."""
+    """True if the row's prompt is a text, of which `data: {chat: true}` made the last of `messages`."""
     cut: int = 0
     """Tokens that were cut from its beginning (`data.too_long: truncate_left`)."""
 
