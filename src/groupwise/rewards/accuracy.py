@@ -2,75 +2,133 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
-from groupwise.rewards.answers import find_answer, find_gold, last_number
+from groupwise.rewards.answers import after_thinking, alike, final_number, find_answer, find_gold, last_number, tidy
 from groupwise.rewards.math_checker import shared_checker
+from groupwise.rewards.verdicts import is_words, restated
+from groupwise.utils.terminal import logger
+
+log = logger(__name__)
+
+CUT = "length"
+"""The finish reason of a completion that the token limit ended."""
+NAMED = 20
+"""Gold answers that cannot be read and are named in a warning, in the life of a process."""
+
+_named = set[str]()
 
 
-def accuracy(completions: Sequence[str], gold: Sequence[Any]) -> list[float | None]:
+def accuracy(
+    completions: Sequence[str],
+    gold: Sequence[Any],
+    prompts: Sequence[str] | None = None,
+    finish_reasons: Sequence[str] | None = None,
+) -> list[float | None]:
     r"""1.0 if the completion's answer is mathematically equal to the gold, 0.0 if it is not or if there is none; None if the gold
-    cannot be read: a reward that does not apply leaves the group's statistics.
+    cannot be read, or is words: a reward that does not apply leaves the group's statistics.
 
-    The answer is what `answers.find_answer` finds: the last `\boxed{}` after the last `</think>`, else `#### `, else "answer is".
-    Whole numbers, decimals and simple fractions are compared here, exactly (to six decimals where a decimal meets a fraction);
-    everything else (LaTeX, sets, intervals, equations, units, percentages) by math-verify 0.9 in worker processes.  An answer
-    that cannot be compared in two seconds of processor time, or that is longer than 2,000 characters, is not equal.
+    The answer is what `answers.find_answer` finds: the last `\boxed{}` after the last `</think>`, `####` or `<answer>`, else what
+    follows "answer is".  A completion that was cut off has an answer only if it is marked.  Numbers, sets, intervals, units,
+    options and dates are compared by rules of our own (`verdicts.decide`): a number wants a number, with no operation left to do,
+    and an expression one that is not the prompt's own.  Only expressions that differ are left to math-verify 0.9 in worker
+    processes.  An answer that it cannot compare in two seconds of processor time, or that is longer than 2,000 characters, is not
+    equal.
 
     >>> accuracy([r"<think>3*4</think>\boxed{1,012.0}", "#### 7", "Well."], ["so 12 + 1000\n#### 1012", r"\boxed{8}", "4"])
     [1.0, 0.0, 0.0]
+    >>> accuracy(["The answer is 81 + 14."], ["95"])
+    [0.0]
     """
-    pairs = [(find_gold(as_text(g)) or "", find_answer(text)) for text, g in zip(completions, gold, strict=True)]
-    return shared_checker().compare(pairs)
+    pairs = []
+    blank = [""] * len(completions)
+    for text, row, prompt, reason in zip(completions, gold, prompts or blank, finish_reasons or blank, strict=True):
+        right, answer = find_gold(as_text(row)) or "", find_answer(text, cut=reason == CUT)
+        pairs.append((right, None if answer and prompt and restated(answer, right, prompt) else answer))
+    verdicts = shared_checker().compare(pairs)
+    for (right, _), verdict in zip(pairs, verdicts, strict=True):
+        if verdict is None and right and right not in _named and len(_named) < NAMED:
+            _named.add(right)
+            log.warning("accuracy gives None where the gold answer is %.60r: %s", right, _unreadable(right))
+    return verdicts
 
 
-def exact(completions: Sequence[str], gold: Sequence[Any], *, ignore_case: bool = False) -> list[float | None]:
+def exact(
+    completions: Sequence[str], gold: Sequence[Any], finish_reasons: Sequence[str] | None = None, *, ignore_case: bool = False
+) -> list[float | None]:
     """1.0 if the completion's answer is the gold, character by character, white space at both ends aside; else 0.0; None if the
     gold is empty.
 
-    A completion without a marked answer (a box, `####`, "answer is") is compared as a whole, from its last `</think>` on.
+    A completion without a marked answer (a box, `####`, `<answer>`, "answer is") is compared as a whole, from its last `</think>`
+    on; one that was cut off is not.  How quotes, accents, line ends and minus signs are encoded makes no difference.
 
     >>> exact(["<think>sort</think>1 2 3", "The answer is B."], ["1 2 3", "b"])
     [1.0, 0.0]
     """
     rewards: list[float | None] = []
-    for text, row in zip(completions, gold, strict=True):
-        right, candidates = find_gold(as_text(row)), (find_answer(text), text.rsplit("</think>", 1)[-1].strip())
+    for text, row, reason in zip(completions, gold, finish_reasons or [""] * len(completions), strict=True):
+        right, cut = find_gold(alike(as_text(row))), reason == CUT
+        text = alike(text)
+        answer = find_answer(text, cut=cut) or ""
+        candidates = {answer, answer.strip("$ "), "" if cut else after_thinking(text).strip()} - {""}
+        rights = {right, tidy(right)} | ({str(row)} if isinstance(row, float) else set()) if right else set()
         if ignore_case:
-            right, candidates = right and right.casefold(), tuple(c and c.casefold() for c in candidates)
-        rewards.append(None if right is None else float(right in candidates))
+            rights, candidates = {one.casefold() for one in rights}, {one.casefold() for one in candidates}
+        rewards.append(None if right is None else float(not rights.isdisjoint(candidates)))
     return rewards
 
 
-def number(completions: Sequence[str], gold: Sequence[Any]) -> list[float | None]:
+def number(completions: Sequence[str], gold: Sequence[Any], finish_reasons: Sequence[str] | None = None) -> list[float | None]:
     """1.0 if the final number of the completion is that of the gold, else 0.0; None if the gold holds no number.
 
-    GSM8K's convention (2110.14168): the number behind `####`, commas and dollar signs aside.  Without `####` or a box the last
-    number written counts, so a completion need not follow any format.
+    GSM8K's convention (2110.14168): the number behind `####`, commas and dollar signs aside.  Without a marked answer the last
+    number written counts, so a completion need not follow any format; one that was cut off must have marked its answer.
 
     >>> number(["She pays 18 dollars.", "#### 17", "eighteen"], ["9 * 2 = <<9*2=18>>18\\n#### 18"] * 3)
     [1.0, 0.0, 0.0]
     """
     rewards: list[float | None] = []
-    for text, row in zip(completions, gold, strict=True):
+    for text, row, reason in zip(completions, gold, finish_reasons or [""] * len(completions), strict=True):
         right = last_number(as_text(row))
-        rewards.append(None if right is None else float(last_number(text) == right))
+        found = final_number(text, cut=reason == CUT)
+        rewards.append(None if right is None else float(type(found) is type(right) and found == right))
     return rewards
 
 
 def check_gold(gold: Sequence[Any]) -> list[str | None]:
     """For each gold answer None if it scores 1.0 against itself by computation, else why not: to be asked before training.
 
-    >>> check_gold([r"#### 1,234", "", None])
-    [None, 'holds no answer', 'holds no answer']
+    >>> check_gold([r"#### 1,234", "", None, "forty two"])
+    [None, 'holds no answer', 'holds no answer', 'is words, not mathematics: `exact` compares words']
     """
     found = [find_gold(as_text(g)) for g in gold]
     verdicts = shared_checker().recompute([g or "" for g in found])
-    problems = {None: "cannot be read as mathematics, or not in time", 0.0: "is not equal to itself when computed"}
-    return ["holds no answer" if g is None else problems.get(v) for g, v in zip(found, verdicts, strict=True)]
+    problems = {0.0: "is not equal to itself when computed"}
+    return [
+        "holds no answer" if g is None else None if v == 1.0 else problems.get(v) or _unreadable(g)  # type: ignore[arg-type]
+        for g, v in zip(found, verdicts, strict=True)
+    ]
+
+
+def _unreadable(gold: str) -> str:
+    if is_words(gold):
+        return "is words, not mathematics: `exact` compares words"
+    return "cannot be read as mathematics, or not in time"
 
 
 def as_text(value: Any) -> str:
-    """A gold cell as text: data sets hold numbers as often as strings."""
-    return "" if value is None else str(value)
+    """A gold cell as text: data sets hold numbers as often as strings.
+
+    A float is written out, with the fifteen digits that are its own; NaN, as tables have it for an empty cell, is no text.
+
+    >>> as_text(1e-05), as_text(4.0), as_text(0.1 + 0.2), as_text(float("nan")), as_text(None)
+    ('0.00001', '4', '0.3', '', '')
+    """
+    if value is None or value != value:
+        return ""
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{Decimal(format(value, '.15g')):f}"
+    return str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -10,22 +11,72 @@ from typing import NamedTuple
 
 LONGEST_ANSWER = 2_000
 """Characters.  A longer one is compared as text only: nothing that is still an answer is that long, much that is hostile is."""
+LONGEST_BARE = 100
+"""Characters of a text without a marked answer that may itself be the answer."""
+PROSE = 3
+"""Words of an unmarked text; one that has more is prose, whatever numbers stand in it."""
+QUOTES = "\"'“”„‟‘’‚‛«»‹›"
+MINUS = str.maketrans(dict.fromkeys("−﹣－‒", "-"))
+"""Characters that mean a minus sign."""
+_QUOTES_ALIKE = str.maketrans(dict.fromkeys("“”„‟«»", '"') | dict.fromkeys("‘’‚‛‹›", "'"))
 
+_LINE_ENDS = re.compile(r"\r\n?|[\v\f\x85\u2028\u2029]")
+_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BOXES = re.compile(r"\\f?boxed\s*\{")
-_BETWEEN_BOXES = re.compile(r"[\s$]*(?:[,;]|[,;]?\s*(?:and|or))[\s$]*", re.IGNORECASE)
-_PHRASE = re.compile(r"answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
+_GAP = r"(?:[\s$]|\\q?quad|\\[,; ()\[\]])*"
+_BETWEEN_BOXES = re.compile(rf"{_GAP}(?:[,;]|[,;]?\s*(?:and|or|\\text\s*\{{\s*,?\s*(?:and|or)\s*\}})){_GAP}", re.IGNORECASE)
+APART = 50
+"""Characters between boxes of one set of answers."""
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_MENTION = re.compile(r"answers?|(?:correct|right|best) (?:option|choice|solution)", re.IGNORECASE)
+MENTIONS = 100
+"""Of the word "answer": those that are looked at, from the end."""
+_PHRASE = re.compile(
+    rf"(?:{_MENTION.pattern})"
+    r"[*_`\"']{0,3}(?:\s(?:to|for|of)\s[^\n.:=?]{1,80}?)?[*_`\"']{0,3}\s*"
+    r"(?:(?:is|are|was|(?:would|must|should|will) be|equals)\b(?!\s+(?:in)?correct\b)|[:=]|(?=\$|\\[(\[]))"
+    r"[*_]{0,3}(?:\s+(?:then|thus|therefore|simply|just|clearly|indeed|now)\b,?)?\s*[:=]?\s*",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(r"^[ \t>#*_]*(?:the )?(?:final )?answer[ \t*_:#]*\n\s*", re.IGNORECASE | re.MULTILINE)
+_ASIDE = re.compile(
+    r"\s*[,;(\u2013\u2014]\s*(?:not|because|since|as|which|so|where|when|rounded|i\.e\.|that is|hence)\b|\s+(?:because|since)\b",
+    re.IGNORECASE,
+)
+"""Where an answer ends and the words about it begin."""
+_SENTENCE = re.compile(r"[.!?][*_]{0,3}\s+(?=[^\W\d_]|\*)|<\||</s>")
+_CLOSED = re.compile(r"([*_`])[.!?]+$")
+_DISPLAYS = {"\\[": "\\]", "$$": "$$", "```": "```"}
+_SPAN = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)")
+_VERB = re.compile(r"(?<=[\w$)}])\s+(?:is|are|was|equals)\s*:?\s+")
+_BETWEEN_SPANS = re.compile(r"[\s,;]*(?:and|or)?[\s,;]*", re.IGNORECASE)
+_WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}")
+_FENCE = re.compile(r"```\w*\n([^`]*)```")
+_FIGURE = re.compile(r"\d")
+_WORDS_OF_LATEX = re.compile(r"\\(?:text\w*|begin|end|mathrm|operatorname)\{[^{}]*\}")
+_MATHEMATICAL = frozenset({"sqrt", "pi", "sin", "cos", "tan", "log", "ln", "exp", "about", "approximately"})
+_NEGATION = re.compile(r"\b(?:not|no|never|neither)\b|n['’]t\b", re.IGNORECASE)
+
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_ANY_NUMBER = re.compile(rf"(?<![\d.])[-+]?\s?\$?\s?(?:{_NUMBER})")
+_ANY_NUMBER = re.compile(rf"(?<![\d.])([-+]?)\s?\$?\s?((?:{_NUMBER})(?:[eE][-+]?\d{{1,3}}(?![\w.]))?)(?:/(\d{{1,12}})(?![\d/.]))?")
 _DECIMAL = re.compile(rf"([-+]?)\s*({_NUMBER})")
 _FRACTION = re.compile(
     r"([-+]?)\s*(?:(\d{1,12})\s*/\s*(\d{1,12})|\\[dt]?frac\s*\{\s*([-+]?\d{1,12})\s*\}\s*\{\s*([-+]?\d{1,12})\s*\})"
 )
 
 
+def alike(text: str) -> str:
+    """The same text for all ways to write line ends, quotes, accents and minus signs."""
+    return unicodedata.normalize("NFC", _LINE_ENDS.sub("\n", text).translate(_QUOTES_ALIKE).translate(MINUS))
+
+
 def after_thinking(text: str) -> str:
     """What follows the last `</think>`; the whole text if there is none."""
-    return text[text.rfind("</think>") + len("</think>") :] if "</think>" in text else text
+    end = 0
+    for mark in _THOUGHT.finditer(text):
+        end = mark.end()
+    return text[end:]
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, str]]:
@@ -34,6 +85,12 @@ def boxes(text: str) -> Iterator[tuple[int, int, str]]:
     >>> [content for _, _, content in boxes(r"\boxed{1}, then \boxed{\frac{1}{2}}")]
     ['1', '\\frac{1}{2}']
     """
+    for start, end, content, _ in _boxes(text):
+        yield start, end, content
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
+    """The same, and whether the box is closed."""
     end = 0
     for match in _BOXES.finditer(text):
         if match.start() < end:
@@ -45,60 +102,178 @@ def boxes(text: str) -> Iterator[tuple[int, int, str]]:
                 end = brace.end()
                 break
         if depth:
-            yield match.start(), len(text), text[match.end() :]
+            yield match.start(), len(text), text[match.end() :], False
             return
-        yield match.start(), end, text[match.end() : end - 1]
+        yield match.start(), end, text[match.end() : end - 1], True
 
 
-def find_answer(text: str) -> str | None:
+def find_answer(text: str, *, cut: bool = False) -> str | None:
     r"""The final answer that a completion gives, as text; None if it gives none.
 
-    Looked for after the last `</think>`: the last `\boxed{}` (several in a row, joined by commas or "and", are one set of
-    answers), else what follows the last `####`, else what follows the last "answer is" or "answer:" up to the end of the
-    line, else the whole text if it is a single line of at most 100 characters.
+    Looked for after the last `</think>`.  A marked answer comes first: the last of `\boxed{}` (several in a row, joined by commas
+    or "and", are one set of answers), `####` and `<answer>`; else what follows the last "answer is", "answer:" or heading
+    "Answer"; else a last line that is all bold or code.  Without a mark the whole text is the answer if it is one line of at most
+    100 characters and a handful of words.
+
+    cut: the completion ended at the token limit.  Then only a marked answer is one, and a box or tag that is not closed is none.
 
     >>> find_answer(r"<think>maybe \boxed{3}</think> It is \boxed{4}.")
     '4'
     >>> find_answer("2 + 2 = 4\n#### 4"), find_answer("So the answer is $x = 4$."), find_answer("Let me see.\nHm.")
     ('4', '$x = 4$', None)
+    >>> find_answer("**Answer: 42**"), find_answer("42, not 41."), find_answer("6 * 7", cut=True)
+    ('42', '42', None)
     """
-    text = after_thinking(text)
-    answer = marked(text)
-    if answer is None:
-        phrases = list(_PHRASE.finditer(text))
-        if phrases:
-            answer = text[phrases[-1].end() :].split("\n", 1)[0]
-        elif len(text.strip()) <= 100 and "\n" not in text.strip():
-            answer = text
-        else:
-            return None
-    return answer.rstrip(" .\t\r\n").strip() or None
+    text = after_thinking(_LINE_ENDS.sub("\n", text))
+    answer = marked(text, cut=cut)
+    if answer is not None:
+        return answer.rstrip(" .\t\r\n").strip() or None
+    answer = said(text)
+    if answer is not None:
+        return tidy(clause(answer)) or None
+    text = text.strip()
+    fence = _FENCE.fullmatch(text)
+    text = text if fence is None else fence.group(1).strip()
+    last = text.rsplit("\n", 1)[-1].strip()
+    if len(last) > 2 and last.rstrip(".!")[-1:] == last[0] and last[0] in "*_`":
+        return tidy(last) or None
+    if cut or len(text) > LONGEST_BARE or "\n" in text or _is_prose(text):
+        return None
+    return tidy(_without_aside(text)) or None
+
+
+def _is_prose(text: str) -> bool:
+    """Whether an unmarked text only mentions numbers: many words, or words before the first figure."""
+    text = _WORDS_OF_LATEX.sub("", text)
+    words = list(_WORD.finditer(text))
+    figure = _FIGURE.search(text)
+    first = next((word.start() for word in words if word.group() not in _MATHEMATICAL), len(text))
+    return len(words) > PROSE or (figure is not None and first < figure.start())
 
 
 def find_gold(text: str) -> str | None:
-    r"""The answer that a data row gives: what follows its last `####`, else its last `\boxed{}`, else all of it.
+    r"""The answer that a data row gives: what its last `####`, `\boxed{}` or `<answer>` holds, else all of it.
 
     >>> find_gold("He pays 3 * 4 = <<3*4=12>>12 dollars.\n#### 1,012"), find_gold(r" \frac{1}{2}"), find_gold(" ")
     ('1,012', '\\frac{1}{2}', None)
     """
+    text = _LINE_ENDS.sub("\n", text)
     answer = marked(text)
     return (text if answer is None else answer).strip() or None
 
 
-def marked(text: str) -> str | None:
-    """The answer that stands in a box or behind `####`, whichever comes last; None if neither is there."""
-    hashes = text.rfind("####")
-    found = list(boxes(text))
-    if found and found[-1][0] > hashes:
+def marked(text: str, *, cut: bool = False) -> str | None:
+    """The answer that stands in a box, in an `<answer>` tag or behind `####`, whichever comes last; None if none is there."""
+    found = [(start, end, content) for start, end, content, closed in _boxes(text) if closed or not cut]
+    hashes = _hashes(text)
+    tag, tagged = _tagged(text, cut)
+    place = max(hashes, tag)
+    if found and found[-1][0] >= place:
         answers = [found[-1][2]]
         for (_, end, content), (start, _, _) in zip(reversed(found[:-1]), reversed(found), strict=False):
-            if start - end > 20 or not _BETWEEN_BOXES.fullmatch(text, end, start):
+            if start - end > APART or not _BETWEEN_BOXES.fullmatch(text, end, start):
                 break
             answers.append(content)
         return ", ".join(reversed(answers))
-    if hashes >= 0:
-        return text[hashes + 4 :].strip().split("\n", 1)[0]
+    if place < 0:
+        return None
+    if tag > hashes:
+        inner = said(tagged)
+        return tidy(tagged) if inner is None else tidy(clause(inner))
+    line = _first_line(text[hashes:].lstrip("#"))
+    inner = said(line)
+    return line if inner is None else inner
+
+
+def _hashes(text: str) -> int:
+    """Where the last `####` with an answer stands; -1: nowhere.  As a heading of prose it has none."""
+    place = text.rfind("####")
+    if place < 0:
+        return -1
+    line, _, below = text[place:].lstrip("#").strip().partition("\n")
+    if line[:1].isalpha() and below.strip() and said(line + "\n") is None:
+        return -1
+    return place
+
+
+def _tagged(text: str, cut: bool) -> tuple[int, str]:
+    """Where the last `<answer>` stands and what it holds; -1: nowhere."""
+    start, end, closed = -1, len(text), False
+    for mark in _TAG.finditer(text):
+        if not mark.group(1):
+            start, end, closed = mark.end(), len(text), False
+        elif start >= 0 and not closed:
+            end, closed = mark.start(), True
+    if start < 0 or (cut and not closed):
+        return -1, ""
+    return start, text[start:end].strip()
+
+
+def said(text: str) -> str | None:
+    """What follows the last "answer is", "answer:" or heading "Answer" that something follows, up to the end of the line."""
+    phrases = [_PHRASE.match(text, mention.start()) for mention in [*_MENTION.finditer(text)][-MENTIONS:]]
+    ends = sorted({match.end() for match in (*phrases, *_HEADING.finditer(text)) if match is not None})
+    for end in reversed(ends):
+        answer = _first_line(text[end:])
+        if answer.strip(" .*_`"):
+            return answer
     return None
+
+
+def _first_line(text: str) -> str:
+    """The first line; of a formula or code that is displayed over several lines all of it."""
+    text = text.strip()
+    for opening, closing in _DISPLAYS.items():
+        if text.startswith(opening):
+            inside, mark, _ = text[len(opening) :].partition(closing)
+            if mark:
+                return inside.strip()
+    return text.split("\n", 1)[0]
+
+
+def clause(text: str) -> str:
+    r"""Of what was said as the answer the answer: without reasons and later sentences; of words around formulas the formulas.
+
+    >>> clause("42, not 41."), clause("the expression $2x + 1$."), clause("$3$ or $4$. I hope so"), clause("not $42$")
+    ('42', '$2x + 1$', '$3$ or $4$', 'not $42$')
+    """
+    if len(text) > LONGEST_ANSWER:
+        return text
+    text = _without_aside(text)
+    sentence = _SENTENCE.search(text)
+    text = text[: sentence.start()] if sentence else text
+    verbs = list(_VERB.finditer(text))
+    if verbs and not _NEGATION.match(text, verbs[-1].end()):
+        text = text[verbs[-1].end() :]
+    spans = list(_SPAN.finditer(text))
+    before = text[: spans[0].start()] if spans else ""
+    if not _WORD.search(before) or _NEGATION.search(before):
+        return text
+    end = spans[0].end()
+    for span in spans[1:]:
+        if not _BETWEEN_SPANS.fullmatch(text, end, span.start()):
+            break
+        end = span.end()
+    return text[spans[0].start() : end]
+
+
+def _without_aside(text: str) -> str:
+    aside = _ASIDE.search(text)
+    return text[: aside.start()] if aside and text[: aside.start()].strip() else text
+
+
+def tidy(text: str) -> str:
+    """Without the marks of Markdown, quotes and the full stop around it.
+
+    >>> tidy("**42**."), tidy("`42`"), tidy("“Paris”.")
+    ('42', '42', 'Paris')
+    """
+    text = _CLOSED.sub(r"\1", text.strip()).lstrip("*_`").rstrip("*_` .\t\n")
+    if text.endswith("}") and text.count("{") < text.count("}"):  # of {"answer": 42}
+        text = text[:-1].rstrip()
+    if len(text) > 1 and text[0] in QUOTES and text[-1] in QUOTES:
+        text = text[1:-1].strip(" .")
+    return text.strip()
 
 
 class Value(NamedTuple):
@@ -130,7 +305,7 @@ def read_number(text: str) -> Value | None:
         digits = whole.group(2).replace(",", "")
         behind = digits.partition(".")[2].rstrip("0")
         if len(digits) > 30 or (behind and len(digits) > 15):
-            return None  # more than a float holds: what equality means is the checker's business
+            return None
         return Value(Fraction(Decimal(whole.group(1) + digits)), len(behind) if "." in digits else -1)
     parts = _FRACTION.fullmatch(text)
     if parts:
@@ -140,37 +315,59 @@ def read_number(text: str) -> Value | None:
     return None
 
 
-def numbers_equal(gold: Value, answer: Value) -> bool | None:
-    """Whether two numbers are equal as math-verify sees it: exactly, or to six decimals where a decimal meets a fraction.
+def numbers_equal(gold: Value, answer: Value) -> bool:
+    """Whether two numbers are equal: exactly, or the one with fewer decimals is the other one rounded.
 
-    None where its rounding of floats would decide (more than six decimals, or a tie): ask it.
+    A rounded number has six decimals at least, and four correct digits beside a fraction, root or the like, six beside a decimal.
+    What differs only beyond the twelfth of fifteen digits or more is equal too: floats as tables write them.
 
     >>> half, third = read_number("1/2"), read_number("1/3")
     >>> numbers_equal(half, read_number("0.50")), numbers_equal(third, read_number("0.333333")), numbers_equal(third, half)
     (True, True, False)
+    >>> numbers_equal(read_number("0.0000002"), read_number("0.0000001"))
+    False
     """
     if gold.exact == answer.exact:
         return True
-    if gold.decimals < 0 and answer.decimals < 0:
+    rounded, other = sorted((gold, answer), key=lambda value: value.decimals if value.decimals >= 0 else 1 << 30)
+    size, apart = abs(other.exact), abs(gold.exact - answer.exact)
+    precise = any(value.decimals >= 0 and abs(value.exact) * 10**value.decimals >= 10**14 for value in (gold, answer))
+    if precise and apart * 10**12 <= size:
+        return True
+    if rounded.decimals < 6 or rounded.decimals == other.decimals:
         return False
-    if max(gold.decimals, answer.decimals) > 6:
-        return None
-    if max(abs(gold.exact), abs(answer.exact)) >= 10**8:
-        return None
-    scaled = [value.exact * 10**6 for value in (gold, answer)]
-    if any(abs((number % 1) - Fraction(1, 2)) < Fraction(1, 1000) for number in scaled):
-        return None
-    return round(scaled[0]) == round(scaled[1])
+    step = Fraction(1, 10**rounded.decimals)
+    enough = Fraction(1, 10**4) if other.decimals < 0 else Fraction(1, 10**5)
+    return 2 * apart <= step and step / 2 <= size * enough
 
 
-def last_number(text: str) -> Decimal | None:
-    """The final number of a text: in its box or behind its `####` if it has one, else the last number written.
+def last_number(text: str) -> Decimal | Fraction | None:
+    """The final number of a text: in its marked answer if it has one, else the last number written.
 
     >>> last_number("She has 3 bags.\\n#### 1,234"), last_number("that makes $12.50."), last_number("none")
     (Decimal('1234'), Decimal('12.50'), None)
     """
     answer = marked(text)
-    found = _ANY_NUMBER.findall(text if answer is None else answer)
+    found = _ANY_NUMBER.findall((text if answer is None else answer).translate(MINUS))
     if not found:
         return None
-    return Decimal(re.sub(r"[\s$,]", "", found[-1]))
+    sign, digits, below = found[-1]
+    number = Decimal(sign + digits.replace(",", ""))
+    if not below:
+        return number
+    if not int(below) or number % int(below) == 0:
+        return Decimal(below)  # 48/2 is two numbers
+    return Fraction(number) / int(below)
+
+
+def final_number(text: str, *, cut: bool = False) -> Decimal | Fraction | None:
+    """`last_number` of the answer that a text gives, if that holds one, else of the text.  cut: as in `find_answer`.
+
+    >>> final_number("The answer is 42, not 41."), final_number("It is 6 * 7 = 42, I think."), final_number("42", cut=True)
+    (Decimal('42'), Decimal('42'), None)
+    """
+    answer = find_answer(text, cut=cut)
+    if answer is not None and _NEGATION.match(answer):
+        return None
+    number = None if answer is None else last_number(answer)
+    return last_number(text) if number is None and not cut else number

@@ -90,8 +90,8 @@ class Reward:
                 given[name] = list(batch.written_ids)
             elif wanted in OFFERED:
                 value = getattr(batch, wanted)
-                if value is None and name not in self.signature.named:
-                    continue  # its **keywords would have taken it; it did not ask for it by name
+                if value is None and (name not in self.signature.named or name in self.signature.optional):
+                    continue  # its **keywords would have taken it, or its default stands
                 if value is None:
                     raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
                 given[name] = list(value)

@@ -28,6 +28,8 @@ def cosine_length(
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
     gold: Sequence[Any],
+    prompts: Sequence[str] | None = None,
+    finish_reasons: Sequence[str] | None = None,
     *,
     max_tokens: int,
     right: Sequence[float] = (0.5, 1.0),
@@ -48,7 +50,7 @@ def cosine_length(
         if len(bounds) != 2 or not bounds[0] <= bounds[1]:
             raise ConfigError(f"the reward 'cosine_length' needs {name} = [low, high], got {list(bounds)}")
     rewards: list[float | None] = []
-    for verdict, ids in zip(accuracy(completions, gold), completion_ids, strict=True):
+    for verdict, ids in zip(accuracy(completions, gold, prompts, finish_reasons), completion_ids, strict=True):
         short, long = (right[1], right[0]) if verdict else (wrong[0], wrong[1])
         cosine = math.cos(math.pi * min(len(ids) / max_tokens, 1.0))
         rewards.append(None if verdict is None else long + (short - long) / 2.0 * (1.0 + cosine))

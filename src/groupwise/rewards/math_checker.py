@@ -1,4 +1,4 @@
-"""math-verify in worker processes that can be killed: whether two mathematical answers are equal.
+"""Whether two mathematical answers are equal: by our own rules at once, else by math-verify in worker processes that can be killed.
 
 sympy evaluates what it reads: `9^{9^{9^{9}}}` or a nest of 3,000 braces takes it hours or gigabytes, its own timeouts need the
 main thread's SIGALRM, and 11 of 31 hostile strings never return in any other thread.  Here every comparison has a deadline in
@@ -15,6 +15,7 @@ from typing import Any
 
 from groupwise.errors import RewardError
 from groupwise.rewards.answers import LONGEST_ANSWER, numbers_equal, read_number
+from groupwise.rewards.verdicts import Undecided, decide, is_words
 from groupwise.rewards.workers import Outcome, Pool
 
 CPU_SECONDS = 2.0
@@ -73,7 +74,9 @@ class Checker:
 
     def recompute(self, golds: Sequence[str]) -> list[float | None]:
         """Whether each gold equals itself, by computation and not by its text; None if it cannot be read or compared in time."""
-        asked = list(dict.fromkeys(g for g in golds if g.strip() and len(g) <= LONGEST_GOLD and read_number(g) is None))
+        asked = list(
+            dict.fromkeys(g for g in golds if g.strip() and len(g) <= LONGEST_GOLD and read_number(g) is None and not is_words(g))
+        )
         # Equal expressions are recognised without evaluating them, so a gold has to survive a comparison with a 1 too.
         outcomes = self._outcomes([(gold, other) for gold in asked for other in (gold, "1")])
         verdicts = {
@@ -95,16 +98,18 @@ class Checker:
         """The verdict where no sympy is needed, `_UNKNOWN` where it is."""
         if not gold.strip() or len(gold) > LONGEST_GOLD:
             return None
+        if answer is not None and "/" not in answer and "\\f" not in answer:  # 48/2 is no number yet
+            first, second = read_number(gold), read_number(answer)
+            if first is not None and second is not None:
+                return float(numbers_equal(first, second))
+        if is_words(gold):
+            return None
         if answer is not None and gold.strip() == answer.strip():
             return 1.0
-        first = read_number(gold)
-        if first is not None:
-            if answer is None:
-                return 0.0
-            second = read_number(answer)
-            equal = None if second is None else numbers_equal(first, second)
-            if equal is not None:
-                return float(equal)
+        try:
+            return decide(gold, answer)
+        except Undecided:
+            pass
         with self._lock:
             return self._cache.get((gold, answer), _UNKNOWN)
 
@@ -147,16 +152,36 @@ def judge() -> Callable[[str, str | None], float | None]:
         bare = "$" not in text.replace("\\$", "") and "\n" not in text and (len(text) <= 100 or "\\" in text)
         return parse(f"\\boxed{{{text}}}" if bare else text, parsing_timeout=None)  # type: ignore[arg-type]
 
-    def compare(gold: str, answer: str | None) -> float | None:
+    def ask(gold: str, answer: str | None) -> float | None:
         gold_parsed = read(gold)
         if not gold_parsed:
             return None
-        if answer is None:
-            return 0.0
-        answer_parsed = read(answer)
-        return float(bool(answer_parsed) and verify(gold_parsed, answer_parsed, timeout_seconds=None))
+        answer_parsed = [] if answer is None else read(answer)
+        equal = bool(answer_parsed) and verify(gold_parsed, answer_parsed, timeout_seconds=None)
+        return float(equal and not _apart(gold_parsed[0], answer_parsed[0]))
+
+    def compare(gold: str, answer: str | None) -> float | None:
+        return decide(gold, answer, ask)
 
     # What the first comparisons load and build takes 0.3 s, which is not to be counted against whoever comes first.
     compare(r"\frac{1}{2}", "x")
     compare(r"\frac{\sqrt{3}}{7}", "1")
     return compare
+
+
+def _apart(gold: Any, answer: Any) -> bool:
+    """Whether two sympy objects are constants that differ by more than rounding: math-verify rounds both to six decimals.
+
+    A float is as exact as it is written, with six decimals at least and four digits that count.
+    """
+    if not (getattr(gold, "is_number", False) and getattr(answer, "is_number", False)):
+        return False
+    left, right = (complex(side.evalf(30)) for side in (gold, answer))
+    step = max((10.0 ** -_decimals(side) for side in (gold, answer) if side.is_Float), default=0.0)
+    size = max(abs(left), abs(right))
+    return abs(left - right) > max(size * 1e-12, min(step / 2, 5e-7, size * 1e-4))
+
+
+def _decimals(number: Any) -> int:
+    """Digits behind the point of a sympy Float, as it was written."""
+    return len(str(number).partition(".")[2].rstrip("0"))

@@ -47,6 +47,8 @@ class Signature:
     """What it is given by name: of `OFFERED` (or `SINGULAR`), `TOLD`, columns, or `gold`."""
     named: tuple[str, ...]
     """Its own parameters; what else it asks for is taken by its `**keywords`."""
+    optional: tuple[str, ...]
+    """Those with a default: what the completions do not come with is left out."""
     single: bool
     """True: it takes one completion and returns one number.  False: TRL's signature."""
     asynchronous: bool
@@ -110,7 +112,15 @@ def read_signature(
         asks += [key for key in (*usual, *columns) if key in available and key not in asks and key not in arguments]
     if not any(ask in ("completion", "completions", "completion_ids") for ask in asks):
         raise ConfigError(f"the reward {name!r} takes neither completions nor completion_ids: is it a reward function?")
-    return Signature(asks=tuple(asks), named=tuple(named), single=single, asynchronous=asynchronous(function), process=process)
+    optional = tuple(p.name for p in named.values() if p.default is not p.empty)
+    return Signature(
+        asks=tuple(asks),
+        named=tuple(named),
+        optional=optional,
+        single=single,
+        asynchronous=asynchronous(function),
+        process=process,
+    )
 
 
 def _options(named: Mapping[str, inspect.Parameter], columns: Collection[str]) -> list[str]:

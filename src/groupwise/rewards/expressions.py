@@ -1,0 +1,525 @@
+r"""Reading LaTeX and plain mathematics as far as numbers, roots, powers, products and sums go: `\frac{1+\sqrt{5}}{2}`.
+
+What it reads is compared by our own rules; what it does not read (integrals, sums, words) is None, and left to others.
+One pass over at most 2,000 characters; nothing is evaluated that a plain number does not need.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import Any
+
+from groupwise.rewards.answers import MINUS, Value
+
+DEEPEST = 60
+"""Brackets within brackets, exponents on exponents, fractions of fractions."""
+LARGEST = 20_000
+"""Bits of a number that is worked out."""
+
+_LISTED = """
+sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh asin acos atan log ln lg exp max min gcd lcm det arg mod
+alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi varphi chi
+psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar infty
+"""
+FUNCTIONS = frozenset(_LISTED.split("alpha")[0].split())
+GREEK = frozenset(_LISTED.split()) - FUNCTIONS
+NAMES = FUNCTIONS | GREEK | {"sqrt", "frac", "inf", "infinity", "cdot", "times", "div", "abs"}
+_BEGINNING = NAMES | {"binom", "{"} - {"cdot", "times", "div"}
+"""Commands that begin a factor."""
+CONSTANTS = frozenset({"pi", "e", "i", "infty"})
+
+_UNICODE = str.maketrans(
+    {
+        "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "∗": "*", "÷": r"\div ", "⁄": "/", "∕": "/",
+        "√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ",
+        "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+        "γ": r"\gamma ", "λ": r"\lambda ", "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ", "°": r"^\circ ",
+        "º": r"^\circ ", "…": r"\ldots ", "′": "'",
+    }
+)  # fmt: skip
+_SAME = [(rf"\{letter}frac", r"\frac") for letter in "dtc"]
+_SAME += [(mark, "") for mark in (r"\$", "$", r"\(", r"\)", r"\[", r"\]")]
+_SAME += [(r"\leqslant", r"\le"), (r"\geqslant", r"\ge"), (r"\leq", r"\le"), (r"\geq", r"\ge")]
+_TABULAR = re.compile(r"\\begin\{(?:\wmatrix|array|cases|aligned?)")
+_DOUBLED = re.compile(r"\\(?=\\[A-Za-z])")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
+_RAISED_TO = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_TEXT = r"text(?:rm|bf|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|hbox|operatorname|boldsymbol|bm|emph|underline|mathop"
+_STYLED = re.compile(rf"\\(?:{_TEXT})\*?\s*\{{([^{{}}]*)\}}")
+_SILENT = re.compile(
+    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|nolimits|rm|bf|it|phantom\{[^{}]*\})(?![A-Za-z])\.?|\\color\{\w*\}"
+)
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\,(?=\d{3}(?!\d)))\s*(?=\d{3})")
+_SPACES = re.compile(r"\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\hspace\*?\{[^{}]*\}|\s+")
+_GROUPED = re.compile(r"(?<![\d.,^_{\\/])\d{1,3}(?: \d{3})+(?![\d/])")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|(\d)\s*(?=\{))")
+_REPEATING = re.compile(r"(\d{0,30})\.(\d{0,30})\\(?:overline|bar)\s*(?:\{(\d{1,30})\}|(\d))")
+_TOKEN = re.compile(
+    r"(?P<number>(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d*)?|\.\d+)(?P<exponent>[eE][-+]?\d{1,4}(?!\w))?"
+    r"|\\(?P<command>[A-Za-z]+|\S)|(?P<letters>[^\W\d_]+)|(?P<sign>\*\*|\S)|\s+"
+)
+
+
+def plain(text: str) -> str:
+    r"""The same mathematics with fewer ways to write it: no unicode signs, no spacing or sizes, `\text` for every font of words.
+
+    >>> plain("−3\u202f×\u202fx²"), plain(r"\dfrac12\,\mathrm{cm}"), plain(r"\left(1{,}000,\ 2\right)")
+    ('-3 \\times x^{2}', '\\frac{1}{2} \\text{cm}', '(1000, 2)')
+    """
+    if not text.isascii():
+        text = _RAISED.sub(lambda found: f"^{{{found.group().translate(_RAISED_TO)}}}", text.translate(MINUS).translate(_UNICODE))
+        text = "".join(map(_ascii, text))
+    if not _TABULAR.search(text):
+        text = _DOUBLED.sub("", text)
+    for one, other in _SAME:
+        text = text.replace(one, other)
+    text = _SPACES.sub(" ", _THOUSANDS.sub("", _SILENT.sub("", text)))
+    text = _SHORT_FRACTION.sub(_braced, _STYLED.sub(_unstyled, text))
+    return _GROUPED.sub(lambda found: found.group().replace(" ", ""), text).strip()
+
+
+def _braced(found: re.Match[str]) -> str:
+    above, below = found[1] or found[3], found[2]
+    return rf"\frac{{{above}}}" + (f"{{{below}}}" if below else "")
+
+
+def _ascii(char: str) -> str:
+    """A character of another width, a digit of another script, half a fraction; others as they are, invisible ones not at all."""
+    if char.isascii():
+        return char
+    kind = unicodedata.category(char)
+    if kind in ("Cf", "Cc") or char == "\ufe0f":
+        return ""
+    if kind == "Zs":
+        return " "
+    if kind == "Nd":
+        return str(unicodedata.digit(char))
+    if kind == "No" and (parts := unicodedata.normalize("NFKC", char)) and "\u2044" in parts:
+        above, below = parts.split("\u2044")
+        return rf"\frac{{{above}}}{{{below or 1}}}"
+    return unicodedata.normalize("NFKC", char) if "\uff01" <= char <= "\uff5e" else char
+
+
+def _unstyled(found: re.Match[str]) -> str:
+    inner = found[1].strip()
+    if len(inner) <= 1 or not any(char.isalpha() for char in inner):
+        return inner
+    if inner in FUNCTIONS:
+        return f"\\{inner} "
+    return rf"\text{{{inner}}}"
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A part of an expression."""
+
+    kind: str
+    """number, symbol, sum, product, quotient, power, root, factorial, percent, call ..."""
+    args: tuple[Any, ...] = ()
+    value: Fraction | None = None
+    """Exact, where it is rational and cheap to work out."""
+    decimals: int = -1
+    """Of a number that is written as a decimal: as in `Value`."""
+    literal: bool = False
+    """A number as it is written down: 12, 1.5, -3/4, 1 1/2, 2 x 10^5."""
+    undone: bool = False
+    """An operation between plain numbers is left to do: 81 + 14, 6/2, 5!."""
+
+    @cached_property
+    def symbols(self) -> frozenset[str]:
+        """Its variables."""
+        if self.kind == "symbol":
+            return frozenset({self.args[0]} - CONSTANTS)
+        return frozenset().union(*(part.symbols for part in self.args if isinstance(part, Node)))
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for expressions that differ in the order of terms and factors alone."""
+        if self.value is not None:
+            return ("number", self.value)
+        parts = [part.key if isinstance(part, Node) else ("", part) for part in self.args]
+        return (self.kind, *(sorted(parts, key=repr) if self.kind in ("sum", "product") else parts))
+
+    @cached_property
+    def tiny(self) -> bool:
+        """It holds a number other than 0 that is nearer to 0 than a millionth: math-verify takes all of these for one."""
+        near = self.value is not None and 0 < abs(self.value) < Fraction(1, 10**6)
+        return near or any(part.tiny for part in self.args if isinstance(part, Node))
+
+    @property
+    def number(self) -> Value | None:
+        """Its value as it is written."""
+        return None if self.value is None else Value(self.value, self.decimals)
+
+
+class _Unreadable(Exception):
+    pass
+
+
+@lru_cache(maxsize=8192)
+def parse(text: str) -> Node | None:
+    r"""The expression that a text (see `plain`) is; None if it is none, or none of those that are read here.
+
+    >>> parse(r"\frac{6}{4}").value, parse("81 + 14").undone, parse(r"2\sqrt{3}").undone, parse("4 5")
+    (Fraction(3, 2), True, False, None)
+    """
+    try:
+        parser = _Parser(text)
+        node = parser.sum()
+        return node if parser.at is None else None
+    except (_Unreadable, RecursionError):
+        return None
+
+
+class _Parser:
+    """Recursive descent.  `at` is the next token: (kind, text), None at the end."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens: Iterator[tuple[str, Any]] = iter(list(_tokens(text)))
+        self._depth = 0
+        self.at: tuple[str, Any] | None = None
+        self._next()
+
+    def _next(self) -> tuple[str, Any] | None:
+        before, self.at = self.at, next(self._tokens, None)
+        return before
+
+    def _is(self, *tokens: tuple[str, str]) -> bool:
+        return self.at in tokens
+
+    def _take(self, sign: str) -> None:
+        if self.at != ("sign", sign):
+            raise _Unreadable
+        self._next()
+
+    def _deeper(self) -> None:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise _Unreadable
+
+    def sum(self) -> Node:
+        self._deeper()
+        terms = [self._term(self._signed())]
+        while self._is(("sign", "+"), ("sign", "-")):
+            terms.append(self._term(self._signed()))
+        self._depth -= 1
+        return _sum(terms)
+
+    def _signed(self) -> bool:
+        """Take at most one sign; True: minus."""
+        if self._is(("sign", "+"), ("sign", "-")):
+            return self._next() == ("sign", "-")
+        return False
+
+    def _term(self, minus: bool) -> Node:
+        node = self._product()
+        return _negative(node) if minus else node
+
+    def _product(self) -> Node:
+        factors = [self._power()]
+        while self.at is not None:
+            if self._is(("sign", "*"), ("command", "cdot"), ("command", "times")):
+                self._next()
+                minus = self._signed()
+                factor = self._power()
+                factors.append(_negative(factor) if minus else factor)
+            elif self._is(("sign", "/"), ("command", "div")):
+                self._next()
+                self._deeper()  # x/x/x/... is a chain that later walks go down
+                minus = self._signed()
+                below = self._power()
+                factors = [_quotient(_product(factors), _negative(below) if minus else below)]
+            elif self._starts():
+                factors = self._beside(factors)
+            else:
+                break
+        return _product(factors)
+
+    def _beside(self, factors: list[Node]) -> list[Node]:
+        """A factor without a sign before it: 2x, and the mixed number 1 1/2."""
+        left, bare = factors[-1], self.at is not None and self.at[0] == "number"
+        whole = len(factors) == 1 and left.kind == "number" and left.decimals < 0
+        right = self._power()
+        if bare and left.kind == "number":
+            if not (whole and self._is(("sign", "/"))):
+                raise _Unreadable  # "4 5" is no product
+            self._next()
+            right = _quotient(right, self._power())
+        if whole and right.kind == "quotient" and right.literal and right.value is not None and 0 < right.value < 1:
+            assert left.value is not None
+            return [Node("number", value=left.value + right.value, literal=True)]
+        return [*factors, right]
+
+    def _starts(self) -> bool:
+        """Whether a factor begins here."""
+        assert self.at is not None
+        kind, text = self.at
+        if kind == "sign":
+            return text in "({["
+        return kind in ("number", "symbol") or (
+            kind == "command" and text in NAMES | {"binom", "{", "text"} - {"cdot", "times", "div"}
+        )
+
+    def _power(self) -> Node:
+        node = self._postfix(self._atom())
+        while self._is(("sign", "^"), ("sign", "**")):
+            self._next()
+            if self._is(("command", "circ")):
+                self._next()  # an angle's degrees stand in its unit
+                continue
+            node = self._postfix(_power(node, self._exponent()))
+        return node
+
+    def _exponent(self) -> Node:
+        self._deeper()
+        minus = self._signed()
+        node = self._postfix(self._atom())
+        if self._is(("sign", "^"), ("sign", "**")):
+            self._next()
+            node = _power(node, self._exponent())
+        self._depth -= 1
+        return _negative(node) if minus else node
+
+    def _postfix(self, node: Node) -> Node:
+        while True:
+            if self._is(("sign", "!")):
+                self._next()
+                self._deeper()
+                node = _factorial(node)
+            elif self._is(("sign", "%"), ("command", "%")):
+                self._next()
+                self._deeper()
+                node = Node("percent", (node,), node.value and node.value / 100, undone=node.undone)
+            else:
+                return node
+
+    def _atom(self) -> Node:
+        if self.at is None:
+            raise _Unreadable
+        kind, text = self._next()  # type: ignore[misc]
+        if kind == "number":
+            return text
+        if kind == "symbol":
+            return self._named(text)
+        if kind == "sign":
+            if text in "({[":
+                return self._group({"(": ")", "{": "}", "[": "]"}[text])
+            if text == "|":
+                inner = self.sum()
+                self._take("|")
+                return Node("abs", (inner,), inner.value and abs(inner.value), undone=True)
+            raise _Unreadable
+        return self._command(text)
+
+    def _group(self, closing: str) -> Node:
+        inner = self.sum()
+        self._take(closing)
+        return inner
+
+    def _named(self, name: str) -> Node:
+        """A symbol with its index."""
+        if self._is(("sign", "_")):
+            self._next()
+            index = self._braced() if self._is(("sign", "{")) else str(self._raw())
+            name = f"{name}_{index}"
+        return Node("symbol", (name,))
+
+    def _raw(self) -> str:
+        if self.at is None or self.at[0] not in ("number", "symbol"):
+            raise _Unreadable
+        kind, text = self._next()  # type: ignore[misc]
+        return str(text.value) if kind == "number" else text
+
+    def _braced(self) -> str:
+        """What stands in braces, as text."""
+        self._take("{")
+        found = []
+        while not self._is(("sign", "}")):
+            found.append(self._raw() if self.at is None or self.at[0] != "sign" else self._next()[1])  # type: ignore[index]
+        self._take("}")
+        return "".join(found)
+
+    def _argument(self) -> Node:
+        """Of a command: a group, or one token."""
+        self._deeper()
+        try:
+            return self._one_argument()
+        finally:
+            self._depth -= 1
+
+    def _one_argument(self) -> Node:
+        if self._is(("sign", "{")):
+            self._next()
+            return self._group("}")
+        return self._atom()
+
+    def _command(self, name: str) -> Node:
+        if name == "frac":
+            return _quotient(self._argument(), self._argument())
+        if name == "binom":
+            return Node("binom", (self._argument(), self._argument()), undone=True)
+        if name == "sqrt":
+            index = Node("number", value=Fraction(2), literal=True)
+            if self._is(("sign", "[")):
+                self._next()
+                index = self._group("]")
+            return _root(self._argument(), index)
+        if name in GREEK:
+            return self._named(name)
+        if name == "{":
+            inner = self.sum()
+            if self._next() != ("command", "}"):
+                raise _Unreadable
+            return inner
+        if name in FUNCTIONS or name == "abs":
+            return self._call(name)
+        raise _Unreadable
+
+    def _call(self, name: str) -> Node:
+        extras: list[Node] = []
+        while self._is(("sign", "^"), ("sign", "_")):
+            mark = self._next()
+            extras.append(Node(mark[1], (self._argument(),)))  # type: ignore[index]
+        if self._is(("sign", "{"), ("sign", "(")):
+            argument = self._postfix(self._atom())
+        else:
+            factors = [self._power()]
+            while self.at is not None and self._starts() and self.at[0] != "sign" and self.at[1] not in FUNCTIONS:
+                factors.append(self._power())
+            argument = _product(factors)
+        return Node("call", (name, argument, *extras), undone=argument.undone or any(extra.args[0].undone for extra in extras))
+
+
+def _tokens(text: str) -> Iterator[tuple[str, Any]]:
+    text = _REPEATING.sub(_repeating, text)
+    for found in _TOKEN.finditer(text):
+        kind, token = found.lastgroup, found.group()
+        if kind in ("number", "exponent"):
+            yield "number", _literal(found["number"].replace(",", ""), int((found["exponent"] or "e0")[1:]))
+        elif kind == "command":
+            yield "command", found["command"]
+        elif kind == "letters":
+            if token in NAMES:
+                yield "command", {"inf": "infty", "infinity": "infty"}.get(token, token)
+            else:
+                yield from (("symbol", letter) for letter in token)
+        elif kind == "sign":
+            yield "sign", token
+
+
+def _repeating(found: re.Match[str]) -> str:
+    """0.1666... as a fraction."""
+    whole, fixed, period = found[1] or "0", found[2], found[3] or found[4]
+    below = (10 ** len(period) - 1) * 10 ** len(fixed)
+    return rf"\frac{{{int(whole + fixed + period) - int(whole + fixed)}}}{{{below}}}"
+
+
+def _literal(digits: str, exponent: int = 0) -> Node:
+    whole, _, behind = digits.partition(".")
+    behind = behind.rstrip("0")
+    if len(digits) > 1000:
+        raise _Unreadable
+    value = Fraction(int((whole or "0") + behind), 10 ** len(behind)) * Fraction(10) ** exponent
+    return Node("number", value=value, decimals=_decimals(len(behind), exponent), literal=True)
+
+
+def _decimals(behind: int, exponent: int) -> int:
+    return behind - exponent if behind - exponent > 0 and (behind or exponent) else -1
+
+
+def _small(value: Fraction) -> Fraction | None:
+    return value if max(value.numerator.bit_length(), value.denominator.bit_length()) <= LARGEST else None
+
+
+def _negative(node: Node) -> Node:
+    value = None if node.value is None else -node.value
+    args = () if node.kind == "number" else (node,)
+    kind = node.kind if node.kind == "number" or (node.literal and node.kind == "quotient") else "negative"
+    return Node(kind, args, value, node.decimals, node.literal, node.undone)
+
+
+def _sum(terms: list[Node]) -> Node:
+    if len(terms) == 1:
+        return terms[0]
+    values = [term.value for term in terms]
+    undone = any(term.undone for term in terms) or sum(value is not None for value in values) > 1
+    total = None
+    if None not in values and len(values) <= 100:
+        total = _small(sum(values, Fraction(0)))  # type: ignore[arg-type]
+    return Node("sum", tuple(terms), total, undone=undone)
+
+
+def _product(factors: list[Node]) -> Node:
+    if len(factors) == 1:
+        return factors[0]
+    values = [factor.value for factor in factors]
+    value = None
+    if None not in values and len(values) <= 100:
+        value = _small(math.prod(values, start=Fraction(1)))  # type: ignore[arg-type]
+    first, last = factors[0], factors[-1]
+    if len(factors) == 2 and first.kind == "number" and last.kind == "power" and last.args[0].value == 10 and value is not None:
+        return Node("number", value=value, decimals=_decimals(max(first.decimals, 0), int(last.args[1].value)), literal=True)
+    undone = any(factor.undone for factor in factors) or sum(value is not None for value in values) > 1
+    return Node("product", tuple(factors), value, undone=undone)
+
+
+def _quotient(above: Node, below: Node) -> Node:
+    value = None
+    if above.value is not None and below.value:
+        value = _small(above.value / below.value)
+    whole = all(part.kind == "number" and part.decimals < 0 for part in (above, below))
+    literal = whole and value is not None and value.denominator > 1
+    undone = above.undone or below.undone or (above.value is not None and below.value is not None and not literal)
+    return Node("quotient", (above, below), value, literal=literal, undone=undone)
+
+
+def _power(base: Node, exponent: Node) -> Node:
+    value, by = None, exponent.value
+    if base.value is not None and by is not None:
+        if by.denominator == 1 and (base.value or by > 0):
+            bits = max(base.value.numerator.bit_length(), base.value.denominator.bit_length())
+            value = base.value ** int(by) if abs(by) * bits <= LARGEST else None
+        elif base.value > 0 and by.denominator <= 64:
+            root = _exact_root(base.value, by.denominator)
+            bits = 0 if root is None else max(root.numerator.bit_length(), root.denominator.bit_length())
+            value = root**by.numerator if root is not None and abs(by.numerator) * bits <= LARGEST else None
+    return Node("power", (base, exponent), value, undone=base.undone or exponent.undone)
+
+
+def _root(inner: Node, index: Node) -> Node:
+    value = None
+    if inner.value is not None and index.value is not None and index.value.denominator == 1 and 2 <= index.value <= 64:
+        value = _exact_root(inner.value, int(index.value))
+    return Node("root", (inner, index), value, undone=inner.undone or index.undone)
+
+
+def _factorial(node: Node) -> Node:
+    value = node.value
+    if value is not None:
+        value = Fraction(math.factorial(int(value))) if value.denominator == 1 and 0 <= value <= 500 else None
+    return Node("factorial", (node,), value, undone=True)
+
+
+def _exact_root(value: Fraction, index: int) -> Fraction | None:
+    """The rational root, None if there is none."""
+    if value < 0:
+        root = _exact_root(-value, index) if index % 2 else None
+        return None if root is None else -root
+    parts = [_whole_root(part, index) for part in (value.numerator, value.denominator)]
+    return None if parts[0] is None or parts[1] is None else Fraction(parts[0], parts[1])
+
+
+def _whole_root(number: int, index: int) -> int | None:
+    if number.bit_length() > LARGEST:
+        return None
+    low, high = 0, 1 << (number.bit_length() // index + 1)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if middle**index < number else (low, middle)
+    return low if low**index == number else None

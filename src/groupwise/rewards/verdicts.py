@@ -1,0 +1,701 @@
+r"""Whether an answer is the gold: by the gold's kind and by our own rules, before a library is asked.
+
+math-verify takes 0.0000001 for 0.0000002 (it rounds to six decimals), `81 + 14` for 95 (it works the question out itself) and
+"Pairs" for "Paris" (it multiplies letters).  So numbers, words, options, dates, and what is made of them, are decided here, and
+it is asked only about expressions that differ, and never about words.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from groupwise.rewards.answers import LONGEST_ANSWER, QUOTES, clause, numbers_equal, said
+from groupwise.rewards.expressions import NAMES, Node, parse, plain
+
+MOST_PARTS = 40
+"""Members of a set that are compared one by one."""
+
+Ask = Callable[[str, str | None], float | None]
+"""math-verify's verdict on (gold, answer): 1.0, 0.0, None where it cannot read the gold.  `nobody` raises Undecided."""
+
+
+class Undecided(Exception):
+    """Our own rules leave it open, and nobody is there to be asked."""
+
+
+def nobody(gold: str, answer: str | None) -> float | None:
+    """An `Ask` where no process has been started."""
+    raise Undecided
+
+
+def decide(gold: str, answer: str | None, ask: Ask = nobody) -> float | None:
+    r"""1.0 if the answer is the gold, 0.0 if it is not, None if the gold is no mathematics.   answer: None: there is none.
+
+    >>> decide("95", r"95.0"), decide("95", "81 + 14"), decide(r"\frac{1}{2}", "0.5"), decide("listen", "silent")
+    (1.0, 0.0, 1.0, None)
+    """
+    form = form_of(gold)
+    if form.kind == "none":
+        return None
+    if form.kind == "unread":
+        return ask(form.text, None if answer is None or wordy(clean(answer), form.text) else clean(answer))
+    if answer is None:
+        return 0.0
+    if form.kind == "words":
+        return float(_squeezed_words(answer) == _squeezed_words(form.text))
+    text = clean(answer)
+    if form.kind == "option":
+        found = _OPTION.fullmatch(_without_fonts(text))
+        return float(found is not None and found[1].upper() == form.parts[0])
+    if form.kind == "figures":
+        return float(_figures_equal(form.parts, text))
+    if len(text) > LONGEST_ANSWER:
+        return 0.0
+    return float(_equal(form.text, text, ask))
+
+
+def is_words(gold: str) -> bool:
+    """Whether a gold is text in words, which has no place in mathematics."""
+    return bool(gold.strip()) and form_of(gold).kind == "none"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A gold answer as it is compared."""
+
+    kind: str
+    """none (empty or words), words (of LaTeX), option (A), figures (a date, a time, a ratio), math, unread (math-verify may)."""
+    text: str = ""
+    parts: tuple[Any, ...] = ()
+
+
+_NOISE = re.compile(
+    r"^(?:(?:exactly|approximately|about|roughly|around|equal to|equals|is)\s+|\\approx\s*|\\sim\s*|=\s*)", re.IGNORECASE
+)
+_OPTION_GOLD = re.compile(r"[(\[]?([A-Z])[)\]]?[.:]?|[(\[]?([A-Z])(?:[)\]][.:]?|[.:])\s+\S.*", re.DOTALL)
+_OPTION = re.compile(
+    r"(?:(?i:the )?(?i:correct )?(?i:option|choice|answer|letter)\s*(?i:is\b)?[:\s]*)?[(\[{]?\s*([A-Za-z])\s*"
+    r"(?:[)\]}]\s*[.:,]?(?:\s.*)?|[.:](?:\s.*)?|\s+[-–—]\s.*)?",
+    re.DOTALL,
+)
+_DATE = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})|(\d{1,2})([-/.])(\d{1,2})\5(\d{4}|\d{2})")
+_COLON = re.compile(r"(\d{1,6}(?:\s*:\s*\d{1,6})+)(?:\s*([ap])\.?\s?m\b\.?)?", re.IGNORECASE)
+_LETTERS = re.compile(r"(?<!\\)(?<![^\W\d_])[^\W\d_]{3,}")
+_OPERATOR = re.compile(r"[\^_=+*/<>|\\]|(?<=\S)\s*-|\d\(")
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_SPAN = re.compile(r"\$\$?([^$]+)\$\$?|\\\(([^\\]*(?:\\[^)][^\\]*)*)\\\)")
+_COMMAND = re.compile(r"\\(?:begin|end)\{\w*\*?\}|\\[A-Za-z]+")
+
+
+def clean(text: str) -> str:
+    """`plain`, without marks, quotes, full stops and words like "about" around it.
+
+    >>> clean("**42**."), clean("about $42$"), clean("“42”")
+    ('42', '42', '42')
+    """
+    text = plain(text).strip("*`_ \t\n")
+    while (len(text) > 1 and text[-1] in ".,;:?\\") or (text and unicodedata.category(text[-1]) in ("So", "Sk")):
+        text = text[:-1].rstrip("*`_ \t\n")
+    while len(text) > 1 and text[0] in QUOTES and text[-1] in QUOTES:
+        text = text[1:-1].strip(" .")
+    return _NOISE.sub("", text).strip()
+
+
+@lru_cache(maxsize=8192)
+def form_of(gold: str) -> Form:
+    """How a gold is compared."""
+    text = clean(gold) if len(gold) <= LONGEST_ANSWER else gold.strip()
+    if not text:
+        return Form("none")
+    if len(text) > LONGEST_ANSWER:
+        return Form("unread", text)
+    bare = _without_fonts(text)
+    option = _OPTION_GOLD.fullmatch(bare)
+    if option:
+        return Form("option", text, (option[1] or option[2],))
+    figures = figures_of(bare)
+    if figures is not None:
+        return Form("figures", text, figures)
+    if _in_words(text):
+        return _within_words(gold, text)
+    if _latex_words(text):
+        return Form("words", text)
+    return Form("math" if _readable(text) else "unread", text)
+
+
+def _within_words(gold: str, text: str) -> Form:
+    """Of a gold that is a sentence: the formula in it, or what it says the answer is."""
+    answer = said(gold)
+    inner = None if answer is None else clause(answer)
+    if inner is None or inner == gold or _in_words(clean(inner)):
+        spans = [found[1] or found[2] for found in _SPAN.finditer(gold)]
+        inner = spans[-1] if spans else None
+    if inner is None or inner.strip() == gold.strip():
+        return Form("none", text)
+    return form_of(inner)
+
+
+def _without_fonts(text: str) -> str:
+    return _TEXT.sub(r"\1", text).strip()
+
+
+def _in_words(text: str) -> bool:
+    """Whether a gold, apart from LaTeX's text, is written in words: a number with its unit, and `a x + b`, are not."""
+    parts = _parts(text, _LISTING)
+    for part in parts:
+        part = _labelled(part)[1]
+        quantity = _quantity(part)
+        if quantity.node is not None and quantity.unit:
+            continue
+        bare = _COMMAND.sub(" ", _TEXT.sub(" ", part))
+        for letters in _LETTERS.findall(bare):
+            symbolic = _OPERATOR.search(text) and (len(letters) < 4 or letters.isupper())  # a b c, the square ABCD
+            if letters not in NAMES and not symbolic:
+                return True
+    return False
+
+
+def _latex_words(text: str) -> bool:
+    """Whether a gold holds LaTeX's text that is neither a unit nor "and"."""
+    for part in _parts(text, _LISTING):
+        part = _labelled(part)[1]
+        if _TEXT.search(_quantity(part).rest):
+            return True
+    return False
+
+
+def _squeezed_words(text: str) -> str:
+    text = _without_fonts(plain(text))
+    return "".join(char for char in unicodedata.normalize("NFKC", text).casefold() if char.isalnum() or char in "+-=<>/^%")
+
+
+def wordy(text: str, gold: str) -> bool:
+    """Whether an answer holds words, and not only products of the gold's letters."""
+    known = set(gold)
+    return any(letters not in NAMES and not set(letters) <= known for letters in _LETTERS.findall(_COMMAND.sub(" ", text)))
+
+
+# ------------------------------------------------------------------------------------------------ dates, times, ratios
+
+
+def figures_of(text: str) -> tuple[Any, ...] | None:
+    """A date, a time or a ratio as its figures; None for anything else."""
+    date = _DATE.fullmatch(text)
+    if date:
+        return ("date", *(int(date[n]) for n in ((1, 2, 3) if date[1] else (4, 6, 7))))
+    colon = _COLON.fullmatch(text)
+    if colon:
+        return ("colon", *map(int, colon[1].split(":")), (colon[2] or "").lower())
+    return None
+
+
+def _figures_equal(gold: tuple[Any, ...], text: str) -> bool:
+    found = figures_of(_without_fonts(_labelled(text)[1]))
+    if gold[0] == "date" or found is not None:
+        if found is None or gold[0] == "date":
+            return gold == found
+        return gold[:-1] == found[:-1] and (gold[-1] == found[-1] or not (gold[-1] and found[-1]))
+    node = parse(text)  # 3:2 is 3/2 too
+    return (
+        node is not None
+        and node.kind == "quotient"
+        and not gold[-1]
+        and len(gold) == 4
+        and [part.value for part in node.args] == [gold[1], gold[2]]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ sets, tuples, relations
+
+_BRACKET = r"(?P<open>\\\{|\\langle|\\lbrace|[(\[{]|\\begin\{)|(?P<close>\\\}|\\rangle|\\rbrace|[)\]}])"
+_LISTING = re.compile(
+    rf"{_BRACKET}|(?P<mark>,?\s*\\text\{{\s*,?\s*(?:and|or)\s*,?\s*\}}|,?\s*(?<![^\W\d_])(?:and|or)(?![^\W\d_])|\\lor(?![a-zA-Z])|;"
+    r"|,(?:\s*(?:and|or)(?![^\W\d_]))?|\n)"
+)
+_SEMICOLON = re.compile(rf"{_BRACKET}|(?P<mark>;)")
+_UNION = re.compile(rf"{_BRACKET}|(?P<mark>\\cup(?![A-Za-z]))")
+_RELATION = re.compile(
+    rf"{_BRACKET}|(?P<mark>\\(?:le|ge|lt|gt|ne|neq|approx|equiv|implies|Rightarrow|to|rightarrow)(?![A-Za-z])|<=|>=|!=|==|=|<|>)"
+)
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
+_APPROXIMATION = re.compile(rf"{_BRACKET}|(?P<mark>\\approx(?![A-Za-z]))")
+_SIGNS = {r"\lt": "<", r"\gt": ">", "<=": r"\le", ">=": r"\ge", "!=": r"\ne", r"\neq": r"\ne", "==": "=", r"\approx": "="}
+_SIGNS |= dict.fromkeys([r"\implies", r"\Rightarrow", r"\to", r"\rightarrow"], "=")
+_MIRRORED = {"=": "=", r"\ne": r"\ne", r"\equiv": r"\equiv", "<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+_MEMBER = re.compile(r"^[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*")
+_MATRIX = re.compile(r"([(\[|]?)\s*\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\2\}\s*[)\]|]?", re.DOTALL)
+_INDEX = re.compile(r"_(?:\{[^{}]*\}|\w)|(?<=[A-Za-z}])\([^()]*\)|\^\{?-1\}?|\\text\{[^{}]*\}")
+_NOT_IN_A_NAME = re.compile(r"[-\d+*^<>=]")
+
+
+def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """The parts between marks outside of all brackets, and the marks; one part where brackets do not close."""
+    parts, marks, depth, begin = list[str](), list[str](), 0, 0
+    for found in pattern.finditer(text):
+        if found["open"]:
+            depth += 1
+        elif found["close"]:
+            depth -= 1
+        elif depth == 0:
+            parts.append(text[begin : found.start()].strip())
+            marks.append(found["mark"].strip())
+            begin = found.end()
+        if depth < 0:
+            return [text], []
+    return ([text], []) if depth else ([*parts, text[begin:].strip()], marks)
+
+
+def _parts(text: str, pattern: re.Pattern[str], *, bracketed: bool = False) -> list[str]:
+    """The members of a list; commas between thousands do not part them, but where they stand in brackets."""
+    if pattern is _LISTING and not bracketed and "," in text:
+        text = _THOUSANDS.sub(lambda found: found.group().replace(",", ""), text)
+    return [part for part in _split(text, pattern)[0] if part] or [text]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an answer is made of."""
+
+    kind: str
+    """scalar, list, set, tuple, union, matrix, relation."""
+    parts: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+    """The brackets of a tuple, the signs of a relation, the columns of a matrix."""
+
+
+@lru_cache(maxsize=8192)
+def shape_of(text: str) -> Shape:
+    """How a text is put together, from the outside."""
+    text = _MEMBER.sub("", text.strip())
+    matrix = _MATRIX.fullmatch(text)
+    if matrix and (matrix[1] or matrix[2] != "array"):
+        rows = [[cell.strip() for cell in row.split("&")] for row in matrix[3].split("\\\\") if row.strip()]
+        return Shape("matrix", tuple(cell for row in rows for cell in row), tuple(str(len(row)) for row in rows))
+    for listing in (_SEMICOLON, _LISTING):
+        members = _parts(text, listing)
+        if len(members) > 1:
+            return Shape("list", tuple(members))
+    sides, signs = _split(text, _RELATION)
+    if signs:
+        return Shape("relation", tuple(sides), tuple(_SIGNS.get(sign, sign) for sign in signs))
+    pieces = _parts(text, _UNION)
+    if len(pieces) > 1:
+        return Shape("union", tuple(pieces))
+    return _bracketed(text)
+
+
+def _bracketed(text: str) -> Shape:
+    for opening, closings, kind in (
+        ("\\{", ("\\}",), "set"), ("\\lbrace", ("\\rbrace",), "set"), ("{", ("}",), "set"), ("\\langle", ("\\rangle",), "tuple"),
+        ("(", (")", "]"), "tuple"), ("[", ("]", ")"), "tuple"),
+    ):  # fmt: skip
+        closing = next((one for one in closings if text.endswith(one)), None)
+        if text.startswith(opening) and closing is not None and len(text) > len(opening) + len(closing):
+            inner = text[len(opening) : -len(closing)].strip()
+            members = [part for part in _split(inner, _LISTING)[0] if part]
+            if len(members) > 1:
+                marks = ("(", ")") if opening == "\\langle" else (opening, closing)
+                return Shape(kind, tuple(members), marks)
+            if kind == "set" and len(members) == 1 and _split(inner, _LISTING)[1] == [] and _closes(text):
+                return shape_of(inner)
+    if "\\pm" in text and text.count("\\pm") == 1:
+        plus, minus = text.replace("\\pm", "+"), text.replace("\\pm", "-")
+        return Shape("list", (plus.lstrip("+ "), minus))
+    return Shape("scalar", (text,))
+
+
+def _closes(text: str) -> bool:
+    """Whether the first bracket is closed by the last one."""
+    return _split(text, re.compile(rf"{_BRACKET}|(?P<mark>(?!x)x)"))[0] == [text] and "}" not in text[1:-1].replace("\\}", "")
+
+
+@lru_cache(maxsize=8192)
+def _labelled(text: str) -> tuple[str | None, str]:
+    r"""The name before an equals sign, and the last side: `x = 5`, `f(2) = 3 + 4 = 7`.  No name: an equation, or no relation."""
+    sides, signs = _split(text, _RELATION)
+    if not signs or any(_SIGNS.get(sign, sign) != "=" for sign in signs) or not sides[-1]:
+        return None, text
+    if _is_name(sides[0]):
+        return sides[0], sides[-1]
+    if len(sides) == 2 and re.fullmatch(r"[A-Za-z](?:_\{?\w\}?)?", sides[1]):
+        return sides[1], sides[0]  # 5 = x
+    return None, text
+
+
+def _is_name(side: str) -> bool:
+    """Whether a side of an equation is a name for the other: x, f(2), AB, the area, and not 2x + 1."""
+    inner = _INDEX.sub(" ", side)
+    named = any(char.isalpha() for char in side) and not _NOT_IN_A_NAME.search(inner)
+    node = parse(side)
+    return named and (node is None or bool(node.symbols))
+
+
+def _exact_side(text: str, gold: str) -> str:
+    r"""Of `\frac{1}{3} \approx 0.33` the side that the gold asks for: the rounded one if it is a whole number or decimal."""
+    sides, signs = _split(text, _APPROXIMATION)
+    if not signs:
+        return text
+    node = _quantity(gold).node
+    if node is not None and node.kind == "number":
+        return text
+    return sides[0] if not _is_name(sides[0]) or len(sides) == 1 else text
+
+
+@lru_cache(maxsize=8192)
+def _readable(text: str) -> bool:
+    shape = shape_of(text)
+    if shape.kind == "scalar":
+        return _quantity(text).node is not None or _based(text) is not None
+    return all(part != text and _readable(part) for part in shape.parts)
+
+
+def _equal(gold: str, answer: str, ask: Ask) -> bool:
+    answer = _exact_side(answer, _labelled(gold)[1])
+    g, a = shape_of(gold), shape_of(answer)
+    if {g.kind, a.kind} == {"tuple", "relation"}:
+        g, a = _interval(g), _interval(a)
+    if gold == answer:
+        return True
+    if g.kind == "relation":
+        return _relations_equal(gold, g, answer, a, ask)
+    if a.kind == "relation" and set(a.marks) == {"="}:  # x = 5, 81 + 14 = 95
+        return bool(a.parts[-1]) and _equal(gold, _labelled(answer)[1] if _labelled(answer)[0] else a.parts[-1], ask)
+    if g.kind == "scalar":
+        return a.kind == "scalar" and _quantities_equal(g.parts[0], a.parts[0], ask)
+    if g.kind in ("list", "set") and a.kind in ("list", "set"):
+        return _unordered(g.parts, a.parts, ask)
+    if {g.kind, a.kind} <= {"list", "tuple"}:
+        brackets = g.kind != a.kind or g.marks == a.marks
+        return brackets and len(g.parts) == len(a.parts) and all(map(_equal, g.parts, a.parts, [ask] * len(g.parts)))
+    if g.kind == a.kind == "matrix":
+        return g.marks == a.marks and all(map(_equal, g.parts, a.parts, [ask] * len(g.parts)))
+    if g.kind == a.kind == "union" and len(g.parts) == len(a.parts) and _unordered(g.parts, a.parts, ask):
+        return True
+    return a.kind != "scalar" and _asked(gold, answer, ask)
+
+
+def _interval(shape: Shape) -> Shape:
+    r"""An inequality as the interval that it is: `-2 \le x < 7`; other shapes as they are."""
+    parts, marks = shape.parts, shape.marks
+    if shape.kind != "relation" or not set(marks) <= {"<", ">", r"\le", r"\ge"}:
+        return shape
+    if marks[0] in (">", r"\ge"):
+        parts, marks = parts[::-1], tuple(_MIRRORED[mark] for mark in reversed(marks))
+    if not set(marks) <= {"<", r"\le"}:
+        return shape
+    brackets = {("<", 0): "(", ("<", 1): ")", (r"\le", 0): "[", (r"\le", 1): "]"}
+    if len(parts) == 3 and _is_name(parts[1]):
+        return Shape("tuple", (parts[0], parts[2]), (brackets[marks[0], 0], brackets[marks[1], 1]))
+    if len(parts) == 2 and _is_name(parts[0]):
+        return Shape("tuple", ("-\\infty", parts[1]), ("(", brackets[marks[0], 1]))
+    if len(parts) == 2 and _is_name(parts[1]):
+        return Shape("tuple", (parts[0], "\\infty"), (brackets[marks[0], 0], ")"))
+    return shape
+
+
+def _unordered(gold: Sequence[str], answer: Sequence[str], ask: Ask) -> bool:
+    """Whether the members of two sets are equal one by one."""
+    gold, answer = (list({_squeezed(member): member for member in members}.values()) for members in (gold, answer))
+    if len(gold) != len(answer) or len(gold) > MOST_PARTS:
+        return len(gold) == len(answer) and sorted(gold) == sorted(answer)
+    left = list(answer)
+    for member in gold:
+        same = next((n for n, other in enumerate(left) if _equal(member, other, ask)), None)
+        if same is None:
+            return False
+        del left[same]
+    return True
+
+
+def _relations_equal(gold: str, g: Shape, answer: str, a: Shape, ask: Ask) -> bool:
+    name, value = _labelled(gold)
+    if name is not None:
+        constant = not _symbols(value)
+        if a.kind != "relation":
+            return _equal(value, answer, ask)
+        other, found = _labelled(answer)
+        if other is not None and (_bare(name) == _bare(other) or "text" in name + other):
+            if _equal(value, found, ask):
+                return True
+        elif other is None and set(a.marks) == {"="} and _value_of(a.parts[0]):
+            return _equal(value, a.parts[-1], ask)  # 81 + 14 = 95
+        return not constant and _asked(gold, answer, ask)
+    if set(g.marks) == {"="} and _value_of(g.parts[0]) and not _symbols(g.parts[-1]):
+        return _equal(g.parts[-1], answer, ask)
+    if a.kind == "relation" and len(a.parts) == len(g.parts):
+        mirrored = tuple(_MIRRORED.get(sign, "") for sign in reversed(a.marks))
+        for parts, marks in ((a.parts, a.marks), (a.parts[::-1], mirrored)):
+            if marks == g.marks and all(map(_equal, g.parts, parts, [ask] * len(parts))):
+                return True
+    return a.kind != "scalar" and _asked(gold, answer, ask)
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[\s{}\\]", "", name)
+
+
+def _value_of(text: str) -> bool:
+    node = parse(text)
+    return node is not None and not node.symbols
+
+
+def _symbols(text: str) -> bool:
+    """Whether a side of an equation holds variables; what cannot be read may."""
+    shape = shape_of(text)
+    if shape.kind == "scalar":
+        node = _quantity(text).node
+        return node is None or bool(node.symbols)
+    return any(_symbols(part) for part in shape.parts if part != text)
+
+
+# ------------------------------------------------------------------------------------------------ numbers and expressions
+
+_BASED = re.compile(
+    r"\(?([0-9A-Za-z]+)\)?\s*_\s*\{?\s*\(?\s*(\d{1,2})\s*\)?\s*\}?|([0-9A-Fa-f]+)\s+(?:in\s+)?\(?base\s+(\d{1,2})\)?"
+)
+_CURRENCY = re.compile(r"^([-+]?)\s*(?:(?:US|CA|AU|NZ|HK)?\s?[€£¥₹₩₽₿¢]|(?:USD|EUR|GBP|CHF|JPY|INR|CNY|RMB|Rs\.?)(?=[\s\d]))\s*")
+_AFTER = re.compile(r"\s*(?:[€£¥₹₩₽₿¢]|\\?%\s*(?:points?)?)$")
+_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\text\{\s*([CFK])\w*\s*\}|([CFK]))?$")
+_UNIT_TEXT = re.compile(r"(?:\\text\{[^{}]*\}|\^\s*(?:\{\s*-?\d\s*\}|\d)|/|\\cdot(?![A-Za-z])|[\s.])+")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)\s*\}$")
+_RAISED = re.compile(r"\s*\^\s*\{?\s*([23])\s*\}?$")
+_UNIT_WORDS = re.compile(r"[^\W\d_][^\W\d_\s./'’-]*(?:[\s./'’-]+[^\W\d_]*)*")
+_SMALL_WORDS = frozenset({"per", "of", "a", "an", "in", "at", "by"})
+_SAME_UNIT = {
+    name: line.split()[0]
+    for line in (
+        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre", "in inch inche",
+        "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram gm gramme", "kg kilogram kilo", "lb", "oz ounce",
+        "t ton tonne",
+        "s sec second", "min minute", "h hr hour", "day", "week wk", "month", "year yr", "ml milliliter millilitre",
+        "l liter litre", "gal gallon", "degree deg", "c celsius", "f fahrenheit", "k kelvin", "radian rad", "n newton", "j joule",
+        "kj kilojoule", "w watt", "kw kilowatt", "v volt", "hz hertz", "pa pascal", "mol mole", "cent", "dollar usd", "euro eur",
+    )
+    for name in line.split()
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number or expression with its unit."""
+
+    node: Node | None
+    unit: str = ""
+    percent: bool = False
+    rest: str = ""
+    """Without its unit, as text."""
+
+
+@lru_cache(maxsize=8192)
+def _quantity(text: str) -> Quantity:
+    text = _labelled(text)[1]
+    text = _CURRENCY.sub(r"\1", text)
+    node = parse(text)
+    if node is not None and node.number is not None and node.kind != "percent":
+        return Quantity(node, rest=text)
+    rest, unit = _without_unit(text)
+    percent = bool(re.match(r"percent|pct|%", unit))
+    inner = parse(rest) if unit else node
+    if inner is not None and inner.kind == "percent":
+        inner, percent = inner.args[0], True
+    if unit and (inner is None or (inner.symbols and "\\text" not in text) or (len(unit) == 1 and inner.kind == "sum")):
+        return Quantity(node, rest=text)
+    return Quantity(inner, unit, percent, rest)
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    """A quantity's number and its unit, both as text."""
+    text = _UNIT_FRACTION.sub(r"\1/\2", text)
+    after = _AFTER.search(text)
+    if after and after.start():
+        return text[: after.start()].strip(), after.group().strip(" \\")
+    degrees = _DEGREES.search(text)
+    if degrees and degrees.start():
+        return text[: degrees.start()].strip(), (degrees[1] or degrees[2] or "degree").lower()
+    begin = text.find("\\text{")
+    if begin > 0 and _UNIT_TEXT.fullmatch(text, begin):
+        return text[:begin].strip(), _TEXT.sub(r"\1", text[begin:]).strip()
+    raised = _RAISED.search(text)
+    end = len(text) if raised is None else raised.start()
+    begin = max(text.rfind(char, 0, end) for char in "0123456789)}%") + 1
+    words = text[begin:end].strip()
+    if begin and _UNIT_WORDS.fullmatch(words) and _is_unit(words, apart=text[begin : begin + 1] == " "):
+        return text[:begin].strip(), words + ("" if raised is None else f"^{raised[1]}")
+    return text, ""
+
+
+def _is_unit(words: str, *, apart: bool) -> bool:
+    parts = re.findall(r"[^\W\d_]+", words)
+    if len(parts) == 1 and len(parts[0]) == 1:
+        return apart and _unit_name(parts[0]) is not None
+    return all(
+        part not in NAMES
+        and part.lower() not in ("and", "or")
+        and (len(part) > 2 or part in _SMALL_WORDS or _unit_name(part) is not None)
+        for part in parts
+    )
+
+
+def _unit_name(word: str) -> str | None:
+    word = word.lower()
+    return _SAME_UNIT.get(word) or _SAME_UNIT.get(word.removesuffix("s")) or _SAME_UNIT.get(word.removesuffix("es"))
+
+
+@lru_cache(maxsize=1024)
+def _unit_parts(unit: str) -> tuple[tuple[str, int], ...] | None:
+    """A unit of the table as its parts and powers; None for one that is not in it."""
+    found = []
+    unit = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}.get(unit.lower().strip(" ."), unit)
+    for side in re.split(r"/|\bper\b", unit):
+        power = 1
+        for word in re.findall(r"[^\W\d_]+|\^\s*\{?\s*\d", side):
+            if word.lower() in ("square", "sq", "cubic", "cu"):
+                power = 2 if word.lower().startswith("s") else 3
+            elif word.startswith("^"):
+                found[-1:] = [(name, int(word[-1])) for name, _ in found[-1:]]
+            elif (name := _unit_name(word)) is not None:
+                found.append((name, power))
+            else:
+                return None
+    return tuple(found) or None
+
+
+def _units_differ(gold: str, answer: str) -> bool:
+    """Whether both are units of the table and not the same: 5 cm is not 5 m, and 5 apples may be 5 fruits."""
+    g, a = _unit_parts(gold) if gold else None, _unit_parts(answer) if answer else None
+    return g is not None and a is not None and g != a
+
+
+def _based(text: str) -> tuple[str, int] | None:
+    """A number of another base: 1010_2."""
+    found = _BASED.fullmatch(_without_fonts(text))
+    digits, base = (found[1] or found[3], found[2] or found[4]) if found else ("", "")
+    if not digits or (not digits[0].isdigit() and len(digits) < 2):
+        return None
+    return digits.lstrip("0").upper() or "0", int(base)
+
+
+def _quantities_equal(gold: str, answer: str, ask: Ask) -> bool:
+    based = _based(gold), _based(answer)
+    if any(based):
+        one, other = (
+            found or (text.strip("() ").lstrip("0").upper(), 0) for found, text in zip(based, (gold, answer), strict=True)
+        )
+        return one[0] == other[0] and (one[1] == other[1] or 0 in (one[1], other[1]))
+    g, a = _quantity(gold), _quantity(answer)
+    return not _units_differ(g.unit, a.unit) and _nodes_equal(g, a, answer, ask)
+
+
+def _nodes_equal(g: Quantity, a: Quantity, answer: str, ask: Ask) -> bool:
+    left, right = g.node, a.node
+    if left is not None and left.literal and (right is None or right.symbols) and (only := _only_number(answer)):
+        a = _quantity(only)
+        right = a.node
+    if left is None or right is None:
+        return (left is None or not left.literal) and _asked(g.rest, a.rest, ask)
+    if left.literal:
+        if right.kind == "factorial" and answer.endswith("!") and right.args[0].literal:
+            right = right.args[0]  # an exclamation mark
+        if right.undone or right.symbols:
+            return False
+        if right.number is not None:
+            return _numbers_equal(g, a, left, right)
+        return left.decimals >= 6 and _asked(g.rest, a.rest, ask)
+    if not left.symbols:
+        if right.symbols or (right.undone and not left.undone):
+            return False
+        if left.number is not None and right.number is not None:
+            return _numbers_equal(g, a, left, right)
+    elif left.symbols != right.symbols:
+        return False
+    if left.tiny or right.tiny or (not left.symbols and left.key == right.key):
+        return left.key == right.key
+    return _asked(g.rest, a.rest, ask)
+
+
+def _only_number(text: str) -> str | None:
+    """The number of a sentence that has one, as it is written: she has 3 apples left."""
+    numbers = _NUMBER.findall(text)
+    if len(numbers) != 1 or _NEGATION.search(text) or _SIGNED.search(text) or not _LETTERS.search(text):
+        return None
+    return numbers[0]
+
+
+def _numbers_equal(g: Quantity, a: Quantity, left: Node, right: Node) -> bool:
+    assert left.number is not None and right.number is not None
+    if numbers_equal(left.number, right.number):
+        return g.percent == a.percent or abs(left.number.exact) >= 1 or g.percent
+    if g.percent == a.percent:
+        return False
+    hundredth = [one._replace(exact=one.exact / 100, decimals=max(one.decimals, 0) + 2) for one in (left.number, right.number)]
+    return numbers_equal(hundredth[0], right.number) if g.percent else numbers_equal(left.number, hundredth[1])
+
+
+def _asked(gold: str, answer: str, ask: Ask) -> bool:
+    """math-verify's word, where our own rules say neither yes nor no; never on words, nor on work that is left undone."""
+    if wordy(answer, gold) or (_UNDONE.search(answer) and not _UNDONE.search(gold) and not _LETTER.search(gold)):
+        return False
+    return ask(gold, answer) == 1.0
+
+
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?%?(?!\w)")
+_NEGATION = re.compile(r"\b(?:not|no|never|neither|without)\b|n['’]t\b", re.IGNORECASE)
+_SIGNED = re.compile(r"[=+*^<>\\]|\d\s*/")
+_UNDONE = re.compile(r"\d\s*(?:[-+*]|\\times(?!\s*10\s*\^)|\\cdot(?!\s*10\s*\^)|\\div)\s*\d")
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
+
+
+# ------------------------------------------------------------------------------------------------ the question said again
+
+
+def restated(answer: str, gold: str, prompt: str) -> bool:
+    r"""Whether an answer is an expression of the prompt, letter by letter, that is not the gold's own.
+
+    >>> restated(r"\frac{48}{2}", "24", "What is 48/2?"), restated("24", "24", "Is it 24?")
+    (True, False)
+    """
+    text = clean(answer)
+    if len(text) > LONGEST_ANSWER:
+        return False
+    sides, signs = _split(text, _RELATION)
+    for side in {text, *(sides if signs else ())} - {""}:
+        inner = parse(side)
+        if inner is not None and (inner.kind in ("number", "symbol", "negative") or inner.key == _key(clean(gold))):
+            continue
+        squeezed = _squeezed(side)
+        if len(squeezed) < 3 or squeezed == _squeezed(clean(gold)) or squeezed.isalpha():
+            continue
+        if side in (text, sides[-1]) and _stands_in(squeezed, _squeezed_prompt(prompt)):
+            return True
+    return False
+
+
+def _key(text: str) -> Any:
+    node = parse(text)
+    return None if node is None else node.key if node.value is None else ("written", text)
+
+
+def _stands_in(part: str, whole: str) -> bool:
+    begin = whole.find(part)
+    while begin >= 0:
+        before, after = whole[begin - 1 : begin], whole[begin + len(part) : begin + len(part) + 1]
+        if not (part[0].isdigit() and (before.isdigit() or before == ".")) and not (part[-1].isdigit() and after.isdigit()):
+            return True
+        begin = whole.find(part, begin + 1)
+    return False
+
+
+@lru_cache(maxsize=64)
+def _squeezed_prompt(prompt: str) -> str:
+    return _squeezed(plain(prompt))
+
+
+def _squeezed(text: str) -> str:
+    text = re.sub(r"\}\s*\{", "/", text)
+    text = re.sub(r"\\(?:cdot|times)(?![A-Za-z])|\*\*?", lambda found: "^" if found.group() == "**" else "*", text)
+    return re.sub(r"\\(?:frac|div)(?![A-Za-z])|[\s(){}\[\]\\$]", lambda found: "/" if found.group() == r"\div" else "", text)
