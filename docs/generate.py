@@ -21,7 +21,6 @@ import yaml
 
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.cli.explain import render, work
-from groupwise.config import settings
 from groupwise.config.schema import reference, settings_table, show
 from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
@@ -555,129 +554,6 @@ def filled(text: str) -> str:
     return re.sub(r"<!-- made: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
-KEYS = DOCS.parent / "src" / "groupwise" / "runs" / "keys.py"
-API = DOCS.parent / "src" / "groupwise" / "runs" / "api.py"
-WIDER = {
-    "model": "ModelGiven | ModelKeys | ModelSettings",
-    "data": "RowsGiven | DataKeys | DataSettings",
-    "rewards": "RewardGiven | Sequence[RewardGiven]",
-    "parallel": "str | ParallelKeys | ParallelSettings",
-    "RolloutKeys.engine": "str | EngineKeys | EngineSettings",
-    "environment": "EnvironmentsGiven | EnvironmentKeys | EnvironmentSettings",
-    "EnvironmentKeys.tools": "Sequence[str | Callable[..., Any]]",
-    "EnvironmentKeys.factory": "EnvironmentsGiven | None",
-    "ModelKeys.path": "ModelGiven | None",
-    "DataKeys.path": "RowsGiven | None",
-    "DataKeys.eval_path": "RowsGiven | None",
-    "RewardKeys.function": "str | Callable[..., Any]",
-}
-"""Where Python may say more than a file can: an object in the place of its name."""
-LOOSER = {
-    "tuple[str, ...]": "Sequence[str]",
-    "str | tuple[str, ...]": "str | Sequence[str]",
-    "str | tuple[str, ...] | None": "str | Sequence[str] | None",
-    "tuple[float, float]": "Sequence[float]",
-}
-
-KEYS_HEAD = '''\
-"""The sections of a recipe as `gw.train` takes them: a type for each, so that an editor completes and checks their keys.
-
-Made from `config/settings.py` by `make docs`; what the keys mean stands there.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
-
-from groupwise.config.settings import (
-%s)
-from groupwise.rewards.find import LiveReward
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedModel
-
-    from groupwise.models.policy import Policy
-
-ModelGiven: TypeAlias = "str | PathLike[str] | PreTrainedModel | Policy"
-"""A checkpoint's folder or hub name, or a loaded model."""
-RowsGiven: TypeAlias = "str | PathLike[str] | Sequence[Mapping[str, Any]] | Dataset"
-"""A file or hub name, or the rows themselves."""
-RewardGiven: TypeAlias = "str | Callable[..., Any] | LiveReward | RewardKeys | RewardSettings"
-"""A reward function by name, itself, or with its weight, name, arguments and timeout."""
-EnvironmentGiven: TypeAlias = "str | Callable[..., Any]"
-EnvironmentsGiven: TypeAlias = "EnvironmentGiven | Mapping[str, EnvironmentGiven]"
-"""What makes an environment: a class or a function by name, or itself."""
-'''
-
-
-def python_types() -> tuple[dict[str, dict[str, str]], dict[str, type]]:
-    """The classes of settings.py with each field's type as text, without its range; and the sections among them."""
-    tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
-    ranges = {}
-    for node in tree.body:
-        match node:  # `Positive = Annotated[int, Gt(0)]`
-            case ast.Assign(
-                targets=[ast.Name(name)], value=ast.Subscript(value=ast.Name("Annotated"), slice=ast.Tuple(elts=[base, *_]))
-            ):
-                ranges[name] = ast.unparse(base)
-
-    class Plain(ast.NodeTransformer):
-        def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-            if isinstance(node.value, ast.Name) and node.value.id == "Annotated" and isinstance(node.slice, ast.Tuple):
-                return self.visit(node.slice.elts[0])
-            return self.generic_visit(node)
-
-        def visit_Name(self, node: ast.Name) -> ast.AST:
-            return ast.Name(ranges[node.id]) if node.id in ranges else node
-
-    found = {}
-    for part in tree.body:
-        if isinstance(part, ast.ClassDef):
-            fields = [line for line in part.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
-            types = {ast.unparse(line.target): ast.unparse(Plain().visit(line.annotation)) for line in fields}
-            found[part.name] = {name: hint.replace("'", '"') for name, hint in types.items()}
-    return found, {name: getattr(settings, name) for name in found if name != "Recipe"}
-
-
-def keys_file() -> str:
-    """runs/keys.py: one TypedDict for every section."""
-    classes, sections = python_types()
-    body, used = [], {"RewardSettings"}
-    for section in sections:
-        name = section.removesuffix("Settings") + "Keys"
-        lines = [f"class {name}(TypedDict, total=False):", f'    """Keys of `settings.{section}`."""', ""]
-        for key, hint in classes[section].items():
-            hint = WIDER.get(f"{name}.{key}", LOOSER.get(hint, hint))
-            inner = [other for other in sections if re.search(rf"\b{other}\b", hint)]
-            for other in inner:
-                hint = re.sub(rf"\b{other}\b", f"{other.removesuffix('Settings')}Keys | {other}", hint)
-            used |= {*inner, *(word for word in re.findall(r"[A-Z]\w+", hint) if word in ("Part", "ControlTokens"))}
-            lines.append(f"    {key}: {hint}")
-        body.append("\n".join(lines))
-    return KEYS_HEAD % "".join(f"    {name},\n" for name in sorted(used)) + "\n\n" + "\n\n\n".join(body) + "\n"
-
-
-def with_signature(text: str) -> str:
-    """runs/api.py with the keywords of `train` between its two marks."""
-    classes, sections = python_types()
-    lines = []
-    for key, hint in classes["Recipe"].items():
-        section = next((other for other in sections if re.search(rf"\b{other}\b", hint)), None)
-        if section is not None and key not in WIDER:
-            hint = f"{section.removesuffix('Settings')}Keys | {section}"
-        hint = WIDER.get(key, hint).removesuffix(" | None")
-        hint = re.sub(r"\b(\w+Keys|\w+Given)\b", r"typed.\1", hint)
-        hint = re.sub(r"\b(\w+Settings|Part)\b", r"settings.\1", hint)
-        line = f"    {key}: {hint} | None = None,"
-        lines.append(line + ("\n" if len(line) <= 132 else "  # noqa: E501\n"))
-    start, end = "    # made from config/settings.py by make docs\n", "    # end\n"
-    before, _, rest = text.partition(start)
-    return before + start + "".join(lines) + end + rest.partition(end)[2]
-
-
 def pages() -> dict[Path, str]:
     """Every page that is made, wholly or in part, as it ought to be."""
     found = {DOCS / name: make() for name, make in PAGES.items()}
@@ -686,8 +562,6 @@ def pages() -> dict[Path, str]:
         text = path.read_text(encoding="utf-8")
         if path not in found and "<!-- made: " in text:
             found[path] = filled(text)
-    found[KEYS] = keys_file()
-    found[API] = with_signature(API.read_text(encoding="utf-8"))
     return found
 
 

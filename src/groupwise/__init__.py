@@ -13,6 +13,7 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if not __debug__:
@@ -21,7 +22,10 @@ if not __debug__:
     )
 
 if TYPE_CHECKING:
+    __version__: str
+
     from groupwise.algorithms.registry import ALGORITHMS, resolve
+    from groupwise.config import settings
     from groupwise.config.recipes import load_recipe, load_stages
     from groupwise.config.settings import Recipe
     from groupwise.data.packing import pack
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "train": "runs.api",
     "Training": "runs.api",
+    "settings": "config",
     "load_recipe": "config.recipes",
     "load_stages": "config.recipes",
     "Recipe": "config.settings",
@@ -76,14 +81,18 @@ _WHERE = {
 __all__ = [
     "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy",
     "Prompt", "Recipe", "Rollout", "Sample", "Sampling", "Scored", "Step", "Training", "build_rewards", "evaluate",
-    "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "resolve", "score", "train", "train_offline",
-    "train_online", "update",
+    "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "resolve", "score", "settings", "train",
+    "train_offline", "train_online", "update",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("groupwise")
     if name not in _WHERE:
         raise AttributeError(f"module 'groupwise' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    if name == "settings":
+        return importlib.import_module("groupwise.config.settings")
     return getattr(importlib.import_module(f"groupwise.{_WHERE[name]}"), name)
 
 

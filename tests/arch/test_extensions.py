@@ -172,12 +172,12 @@ def test_an_environment_answers_what_an_engine_samples(outside: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"rollout": {"engine": "{}:Nothing"}}, r"rollout.engine: cannot import '.*:Nothing'"),
+        ({"rollout": {"engine": "{}:Nothing"}}, r"rollout.engine: .* has no function 'Nothing'"),
         (
             {"rollout": {"engine": {"name": "{}:Engine", "args": {"colour": 1}}}},
             r"rollout.engine: .* cannot be called with .*colour",
         ),
-        ({"data": {"task": "{}:Nothing"}}, r"data.task: cannot import '.*:Nothing'"),
+        ({"data": {"task": "{}:Nothing"}}, r"data.task: .* has no function 'Nothing'"),
         (
             {"data": {"task": "{}_alone:Doubling", "task_args": {"least": 1}}},
             r"has no argument 'least'; it takes: most",

@@ -12,7 +12,7 @@ WRONG = """
 import groupwise as gw
 gw.train(objective="grpo", lr=1e-4)
 gw.train(objective="grpo", steps="3")
-gw.train(objective="grpo", optimizer={"learning_rate": 1e-4})
+gw.train(objective="grpo", optimizer=gw.settings.OptimizerSettings(learning_rate=1e-4))
 gw.train(objective="grpo", rewards=3)
 gw.load_policy("x").generate(3)
 """

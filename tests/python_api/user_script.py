@@ -24,7 +24,7 @@ def main(runs: Path) -> str:
         group={"prompts_per_step": 2, "group_size": 2},
         rollout={"max_new_tokens": 6},
         optimizer={"lr": 1e-3, "schedule": "cosine", "betas": (0.9, 0.95)},
-        eval={"k": 2},
+        eval=gw.settings.EvalSettings(k=2),
         runs=str(runs),
         name="script",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -15,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import time
-import typing
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+import peft
 import pytest
 import torch
 import yaml
@@ -31,6 +32,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import groupwise as gw
+from groupwise.cli.commands import main
 from groupwise.config import settings
 from groupwise.config.live_objects import Live
 from groupwise.config.recipes import demand_values, load_recipe
@@ -41,7 +43,7 @@ from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
 from groupwise.rewards.find import LiveReward
-from groupwise.runs import api, keys
+from groupwise.runs import api
 from groupwise.runs.inputs import _live_code
 from groupwise.runs.loaded_policy import LoadedPolicy
 from groupwise.runs.origin import Origin
@@ -474,6 +476,19 @@ def test_sections_as_their_dataclasses_and_numbers_of_numpy(call: Callable) -> N
         ({"num_generations": 8}, r"TRL name; here it is group.group_size"),
         ({"optimizer": {"learning_rte": 1e-4}}, r"unknown key 'optimizer.learning_rte' \(did you mean optimizer.lr\?\)"),
         ({"rewards": [{"function": digits, "wieght": 2.0}]}, r"rewards.0.wieght' \(did you mean rewards.N.weight\?\)"),
+        ({"reward_funcs": digits}, r"unknown key 'reward_funcs' \(TRL name; here it is rewards: a list of"),
+        ({"train_dataset": ROWS}, r"here it is data.path: .* in Python data=rows"),
+        ({"environment_factory": Scale}, r"here it is environment.factory: .* in Python environment=Class"),
+        ({"callbacks": [Scale()]}, r"unknown key 'callbacks' \(TRL name: there are no callbacks: a loop of your own over"),
+        ({"peft_config": Scale()}, r"here it is model.lora: \{rank: ..., alpha: ..., targets: ...\}"),
+        ({"args": Scale()}, r"unknown key 'args' \(TRL name: the arguments of a configuration are keys"),
+        ({"target_modules": ["q_proj"]}, r"here it is model.lora.targets"),
+        ({"model": {"scratch": {}, "lora": {"r": 8}}}, r"unknown key 'model.lora.r' \(TRL name; here it is model.lora.rank\)"),
+        (
+            {"model": {"scratch": {}, "lora": peft.LoraConfig(r=8)}},
+            "model.lora is a LoraConfig, which no recipe can hold: give plain values, e.g. model=.*'rank'",
+        ),
+        ({"steps": 1e3}, r"steps must be a whole number at least 1, or null; got 1000.0 \(write 1000\)"),
         ({"objective": "gspp"}, r"got 'gspp' \(did you mean gspo\?\)"),
         ({"steps": "3"}, "steps must be a whole number at least 1, or null; got '3'"),
         ({"model": 3}, "model is a checkpoint's folder .*, got an int: 3"),
@@ -545,6 +560,65 @@ def test_the_plan_is_the_runs_own_and_run_shows_it(call: Callable) -> None:
     assert plan["a step"] in said.getvalue()
     assert "runs/mine/final" in said.getvalue()
     assert training.run(quiet=True, console=Console(file=io.StringIO())).steps == 0, "a finished run is not trained on"
+
+
+# ---------------------------------------------------------------- evaluated
+
+
+def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.slow
+def test_a_run_of_objects_is_evaluated_on_objects(call: Callable) -> None:
+    training = call(data={"path": ROWS, "eval_fraction": 0.4}, rewards=[right])
+    outcome = training.run(quiet=True, console=Console(file=io.StringIO()))
+    found = gw.evaluate("runs/mine", data=ROWS, rewards=[right]).evaluation
+    assert outcome.after is not None
+    assert found.prompts == outcome.after.prompts < len(ROWS), "what the run held out of these rows"
+    assert str(found.greedy) == str(outcome.after.greedy)
+    others = [{"prompt": "1+2=", "answer": "3"}]
+    for rewards in (right, [gw.LiveReward(function=right, name="mine")], {"function": right, "weight": 2.0}, "accuracy"):
+        assert gw.evaluate("runs/mine", data=others, rewards=rewards, k=1).evaluation.prompts == 1
+    assert gw.evaluate("runs/mine/final", data=datasets.Dataset.from_list(others), rewards=right, k=1).evaluation.prompts == 1
+    for given, said in (
+        ({}, r"evaluated on rows of the program that trained it \(live:8 rows .*\): give data=ROWS"),
+        ({"data": others}, r"judged by a function of the program that trained it \(live:right\): give rewards=\[FUNCTION\]"),
+        ({"data": 3, "rewards": right}, "data is a list of mappings"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=said):
+            gw.evaluate("runs/mine", **given)
+
+
+@pytest.mark.slow
+def test_errors_speak_the_words_of_whoever_called(call: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    list(call(steps=1))
+    with pytest.raises(ConfigError, match=r"undo the change, choose another name=..., or start anew with fresh=True"):
+        list(call(steps=1, seed=5))
+    assert main(["train", "runs/mine/config.yaml", "seed=5"]) == 2
+    assert "or start anew with --fresh" in capsys.readouterr().err
+    assert main(["eval", "runs/mine"]) == 2
+    assert "give --data FILE" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_function_that_raised_may_come_back_repaired(call: Callable) -> None:
+    def reward(completion: str) -> float:
+        if Path("broken").exists():
+            raise ValueError("no number")
+        return digits(completion)
+
+    def repaired(completion: str) -> float:
+        return digits(completion)
+
+    repaired.__name__ = "reward"
+    steps = iter(call(rewards=[reward], steps=3, save={"every": 1}))
+    assert next(steps).number == 1
+    Path("broken").touch()
+    with pytest.raises(gw.GroupwiseError, match=r"ValueError: no number .*on \d+/\d+#\d, '") as caught:
+        next(steps)
+    assert "a function that has been repaired is another one, which accept_changes=True takes" in caught.value.__notes__[0]
+    assert [step.number for step in call(rewards=[repaired], steps=3, save={"every": 1}, accept_changes=True)] == [2, 3]
 
 
 # ---------------------------------------------------------------- a trained policy
@@ -678,31 +752,13 @@ def test_wrong_questions_say_what_was_given(call: Callable) -> None:
 # ---------------------------------------------------------------- types
 
 
-def test_the_signature_and_the_sections_have_every_setting() -> None:
-    """Made by `make docs`; here they are compared with the settings by their types, not by their text."""
-    parameters = inspect.signature(gw.train).parameters
+def test_the_signature_has_every_setting() -> None:
     recipe = [field.name for field in fields(settings.Recipe)]
-    assert [name for name in parameters if name not in api._OWN] == recipe
-    sections = [vars(settings)[name] for name in vars(settings) if name.endswith("Settings")]
-    assert sections
-    here = {
-        "ModelGiven": object,
-        "RowsGiven": object,
-        "EnvironmentsGiven": object,
-    }  # names of types that only a type checker can read
-    widened = {"ModelKeys.path", "ModelKeys.scratch", "DataKeys.path", "DataKeys.eval_path", "RewardKeys.function",
-               "RolloutKeys.stop", "OptimizerKeys.betas", "LoraKeys.targets", "EngineKeys.servers",
-               "RolloutKeys.engine", "TeacherKeys.servers", "EnvironmentKeys.tools", "EnvironmentKeys.factory",
-               "EnvironmentKeys.harness"}  # fmt: skip
-    for section in sections:
-        mine = getattr(keys, section.__name__.removesuffix("Settings") + "Keys")
-        expected = typing.get_type_hints(section)
-        found = typing.get_type_hints(mine, None, here)
-        assert list(found) == list(expected), f"{mine.__name__}: make docs"
-        for key, hint in expected.items():
-            own = any(part in sections for part in typing.get_args(hint))  # or a mapping of its keys
-            if not own and f"{mine.__name__}.{key}" not in widened:
-                assert found[key] == hint, f"{mine.__name__}.{key}: make docs"
+    assert [name for name in inspect.signature(gw.train).parameters if name not in api._OWN] == recipe
+
+
+def test_the_version_is_the_packages() -> None:
+    assert gw.__version__ == importlib.metadata.version("groupwise")
 
 
 def test_the_packages_names_are_the_same_for_type_checkers_and_python() -> None:
@@ -837,7 +893,7 @@ def test_an_editor_completes(tmp_path: Path) -> None:
     pytest.importorskip("pyright")
     wanted = {
         "gw.train(": {"objective=", "model=", "data=", "rewards=", "steps=", "optimizer=", "group=", "fresh="},
-        "gw.train(optimizer={": {"lr", "schedule", "betas"},
+        "gw.train(optimizer=gw.settings.OptimizerSettings(": {"lr=", "schedule=", "betas="},
         'gw.load_policy("runs/x").': {"generate", "score", "tokenizer"},
     }
     asked = {f"import groupwise as gw\n{typed}": labels for typed, labels in wanted.items()}

@@ -225,6 +225,8 @@ def suggestion(key: str) -> str:
     if leaf in TRL and TRL[leaf][0] != normal(key) and leaf not in everywhere:
         ours, how = TRL[leaf]
         return f" (TRL name; here it is {ours}{': ' + how if how else ''})"
+    if leaf in TABLE and (leaf not in everywhere or not (section or TABLE[leaf].key)):
+        return f" (TRL name: {TABLE[leaf].says})"
     if leaf in everywhere:
         return f" (did you mean {everywhere[leaf]}?)"
     for names in (here, everywhere, {name: ours for name, (ours, _) in TRL.items()}):

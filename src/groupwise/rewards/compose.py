@@ -486,7 +486,9 @@ def _column(reward: Reward, values: Sequence[Any]) -> np.ndarray:
 
 
 def _refuse(reward: Reward, outcome: Outcome, batch: Completions) -> NoReturn:
-    raise RewardError(describe_failure(reward.name, batch.labels, outcome)) from outcome.cause
+    text = dict(zip(batch.labels, batch.texts, strict=False)).get(outcome.label or "")
+    shown = "" if text is None else f", {text[:200]!r}"
+    raise RewardError(describe_failure(reward.name, batch.labels, outcome) + shown) from outcome.cause
 
 
 def _settings_of(reward: Reward) -> RewardSettings:

@@ -218,7 +218,7 @@ def latest(folder: Path) -> Path | None:
         reasons.append(f"checkpoint {path} is damaged: {wrong}")
     if reasons:
         listed = "\n".join(f"  {reason}" for reason in reasons)
-        raise CheckpointError(f"no checkpoint of {folder} is whole; restore one, or start anew with --fresh:\n{listed}")
+        raise CheckpointError(f"no checkpoint of {folder} is whole; restore one, or start anew with fresh=True:\n{listed}")
     return None
 
 

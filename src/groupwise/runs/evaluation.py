@@ -2,6 +2,7 @@
 
 gw.evaluate("runs/mine")                                         # as the run evaluated itself
 gw.evaluate("my/model", data="test.jsonl", rewards="accuracy")   # another model, on rows of a file
+gw.evaluate("runs/mine", data=rows, rewards=[right])             # rows and functions of the program
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
+from groupwise.runs import objects
 from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
 from groupwise.runs.loaded_policy import model_folder, settings_of
@@ -79,7 +81,7 @@ class EvalReport:
 def evaluate(
     path: str | os.PathLike[str],
     *,
-    data: str | os.PathLike[str] | None = None,
+    data: objects.Path | objects.Rows | None = None,
     task: str | None = None,
     task_args: Mapping[str, Any] | None = None,
     split: str | None = None,
@@ -87,8 +89,8 @@ def evaluate(
     template: str | None = None,
     chat: bool | None = None,
     system: str | None = None,
-    rewards: str | Sequence[str | RewardSettings] | None = None,
-    environment: Mapping[str, Any] | None = None,
+    rewards: objects.Reward | Sequence[objects.Reward] | None = None,
+    environment: objects.Environment | objects.Section | None = None,
     k: int | None = None,
     temperature: float | None = None,
     max_new_tokens: int | None = None,
@@ -100,21 +102,24 @@ def evaluate(
 
     A run's model is evaluated as the run evaluated itself: on what it held out, with its reward functions, environment, template,
     length and samples.  What is given replaces that.  Of a model that no run made data (or task) must be given.
-    data: a file or hub name, all of whose rows are used; task: a built-in task, whose held-out prompts are used.
-    rewards: functions that judge, by name or with their settings; a completion is right where the first of them gives 1.
-    environment: keys of a recipe's `environment`; an empty mapping: none.
+    data: a file or hub name, or rows, all of which are used; of the rows that a run was trained on, those that it held out.
+    task: a built-in task, whose held-out prompts are used.
+    rewards: functions that judge, as in `train`; a completion is right where the first of them gives 1.
+    environment: as in `train`; an empty mapping: none.
     k: samples per prompt.   max_new_tokens: longest completion.   limit: first prompts only.   seed: of the samples.
     overrides: of the run's recipe, `KEY=VALUE`, e.g. of a secret that its config.yaml does not hold.
     Raises ConfigError, DataError, RewardError, EnvironmentFailure, CheckpointError.
     """
     path = os.fspath(path)
     if data is not None and task is not None:
-        raise ConfigError(f"say what to evaluate on: data ({os.fspath(data)!r}) or task ({task!r}), not both")
-    origin = _origin(path, overrides, environment)
+        raise ConfigError(f"say what to evaluate on: data or task ({task!r}), not both")
+    rows = None if data is None else objects.data_keys({"path": data})["path"]
+    conversed = None if environment is None else objects.environment_keys(environment, None)
+    origin = _origin(path, overrides, conversed)
     recipe = None if origin is None else origin.recipe
     if recipe is not None and recipe.objective in JUDGES:
         raise ConfigError(f"{path} holds a model of the objective {recipe.objective!r}, which writes no completions to evaluate")
-    settings = _data_of(path, origin, None if data is None else os.fspath(data), task, task_args, split)
+    settings = _data_of(path, origin, rows if isinstance(rows, str | None) else os.fspath(rows), task, task_args, split)
     said = {"columns": columns, "template": template, "chat": chat, "system": system}
     settings = replace(settings, **{key: value for key, value in said.items() if value is not None})
     settings = settings if limit is None else replace(settings, eval_limit=limit)
@@ -129,14 +134,13 @@ def evaluate(
         stop=() if recipe is None else recipe.rollout.stop,
     )
     drawn: int = _first(seed, recipe and recipe.seed, 0)
-    talking = replace(recipe or unmade(environment or {}), data=settings)
+    talking = replace(recipe or unmade(conversed or {}), data=settings)
     with ExitStack() as ends:
         source = make_source(talking.environment)
         if source is not None:
             ends.callback(source.close)
         prompts = _prompts(path, policy, settings, sampling.max_new_tokens, drawn, tools_of(source))
-        named = [rewards] if isinstance(rewards, str) else rewards
-        functions = _rewards_of(path, recipe and with_own_reward(recipe, source), named, prompts[0].row)
+        functions = _rewards_of(path, recipe and with_own_reward(recipe, source), rewards, prompts[0].row)
         world = make_world(talking, Blueprint.of(policy), source, sampling)
         if world is not None:
             ends.callback(world.close)
@@ -170,6 +174,8 @@ def _data_of(
     path: str, origin: Origin | None, data: str | None, task: str | None, task_args: Mapping[str, Any] | None, split: str | None
 ) -> DataSettings:
     """What to evaluate on: what is given, else what the run held out."""
+    if origin is not None and isinstance(data, Live) and data == origin.recipe.data.path and origin.recipe.data.parts:
+        return replace(origin.recipe.data, path=data)
     if data is not None or task is not None:
         # All rows of a file are asked: as held-out rows beside a training row that nobody looks at.
         known = DataSettings() if origin is None else origin.recipe.data
@@ -179,16 +185,13 @@ def _data_of(
     if origin is None:
         if wrong := wrong_model(path):
             raise ConfigError(wrong)
-        raise ConfigError(f"no run made {path}, so nothing says what to evaluate it on: give --data FILE or --task NAME")
+        raise ConfigError(f"no run made {path}, so nothing says what to evaluate it on: give data=FILE or task=NAME")
     held = origin.recipe.data
     for name in (held.path, held.eval_path):
         if name is not None and name.startswith(LIVE) and not isinstance(name, Live):
-            raise ConfigError(f"{path} was evaluated on rows of the program that trained it ({name}): give --data FILE")
+            raise ConfigError(f"{path} was evaluated on rows of the program that trained it ({name}): give data=ROWS")
     if held.task is None and held.eval_path is None and not held.parts:
-        raise ConfigError(
-            f"{path} held nothing out of {held.path}: give --data FILE or --task NAME "
-            f"(--data {held.path} asks what it was trained on)"
-        )
+        raise ConfigError(f"{path} held nothing out of {held.path}, on which it was trained: give data=FILE or task=NAME")
     return held if task_args is None else replace(held, task_args=task_args)
 
 
@@ -199,7 +202,7 @@ def _prompts(path: str, policy: Policy, settings: DataSettings, length: int, see
         data = load_data(settings, policy.tokenizer, context=policy.context, max_new_tokens=length, seed=seed, tools=tools)
         found = data.held_out
     if not found:
-        raise ConfigError(f"{path}: no held-out prompt is left to evaluate on: give --data FILE or --task NAME")
+        raise ConfigError(f"{path}: no held-out prompt is left to evaluate on: give data=FILE or task=NAME")
     return found
 
 
@@ -211,19 +214,19 @@ def _every_row(settings: DataSettings, policy: Policy, length: int, tools: Tools
 
 
 def _rewards_of(
-    path: str, recipe: Recipe | None, named: Sequence[str | RewardSettings] | None, row: Mapping[str, Any]
+    path: str, recipe: Recipe | None, named: objects.Reward | Sequence[objects.Reward] | None, row: Mapping[str, Any]
 ) -> list[RewardSettings]:
     """The functions that judge: those that are named, else the run's, else `accuracy` where there is something to compare with."""
     if named is not None:
-        return [RewardSettings(function=one) if isinstance(one, str) else one for one in named]
+        return [RewardSettings(**entry) for entry in objects.reward_entries(named)]
     if recipe is None or not recipe.rewards:
         if any(column in row for column in GOLD_COLUMNS):
             return [RewardSettings(function="accuracy")]
-        raise ConfigError(f"nothing says what is right: {path} was trained without a reward function; give --reward NAME")
+        raise ConfigError(f"nothing says what is right: {path} was trained without a reward function; give rewards=NAME")
     for one in recipe.rewards:
         if one.function.startswith(LIVE) and not isinstance(one.function, Live):
             raise ConfigError(
-                f"{path} was judged by a function of the program that trained it ({one.function}): give --reward NAME"
+                f"{path} was judged by a function of the program that trained it ({one.function}): give rewards=[FUNCTION]"
             )
     if any(isinstance(value, str) and value.startswith(STAGE) for one in recipe.rewards for value in one.args.values()):
         alone = replace(

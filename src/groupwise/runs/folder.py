@@ -103,7 +103,7 @@ def choose_folder(recipe: Recipe) -> Path:
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(
                 f"{folder / CONFIG} is damaged, so that nobody knows whether it is the same run ({error}): restore it, delete it "
-                "to continue with the recipe as it is now, or start anew with --fresh"
+                "to continue with the recipe as it is now, or start anew with fresh=True"
             ) from error
         if different:
             lines = "\n".join(f"  {line}" for line in different)
@@ -112,7 +112,7 @@ def choose_folder(recipe: Recipe) -> Path:
                     f"\n  (with optimizer.schedule: {recipe.optimizer.schedule} every step's learning rate depends on the last "
                     f"one, so that a longer run is another run; to train its model further: model.path={folder / FINAL} name=...)"
                 )
-            remedy = "undo the change, choose another name=..., or start anew with --fresh"
+            remedy = "undo the change, choose another name=..., or start anew with fresh=True"
             raise ConfigError(f"{folder} holds a run of another configuration; {remedy}:\n{lines}")
     return folder
 

@@ -238,8 +238,8 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
     if different and not accept:
         lines = "\n".join(f"  {line}" for line in different.values())
         raise ConfigError(
-            f"{folder} was begun with other inputs than there are now; bring them back, start anew (--fresh, fresh=True), or "
-            f"go on with what there is now (--accept-changes, accept_changes=True)\n{lines}"
+            f"{folder} was begun with other inputs than there are now; bring them back, start anew (fresh=True), or "
+            f"go on with what there is now (accept_changes=True)\n{lines}"
         )
 
 

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GroupwiseError as error:
         if given.debug:
             raise
-        _tell("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+        _tell(_as_options("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])))
         if error.everywhere:
             from groupwise.distributed import comm
 
@@ -129,6 +129,24 @@ def command() -> NoReturn:
         with suppress(OSError, ValueError):  # a reader that went away; closed by somebody
             stream.flush()
     os._exit(int(status or 0))
+
+
+OPTIONS = {
+    "fresh=True": "--fresh",
+    "accept_changes=True": "--accept-changes",
+    "data=FILE": "--data FILE",
+    "data=ROWS": "--data FILE",
+    "task=NAME": "--task NAME",
+    "rewards=NAME": "--reward NAME",
+    "rewards=[FUNCTION]": "--reward NAME",
+}
+"""Keywords as errors of the library name them -> options of the commands."""
+
+
+def _as_options(text: str) -> str:
+    for keyword, option in OPTIONS.items():
+        text = text.replace(keyword, option)
+    return text
 
 
 def _tell(text: str, before: str = "") -> None:
