@@ -29,7 +29,7 @@ The command asks torch for pages of 2 MB for large tensors, as our side of these
 them); TRL's side is no faster with them and takes more memory.
 
 No GPU has been at hand: nothing of this was ever run on one, and there are no figures for any. What runs there is checked on CPUs
-(`tests/rollout/native/test_graphs.py`, `tests/models/test_attention.py`) and has tests marked `gpu`; `--device cuda`, or
+(`tests/rollout/native/test_on_gpus.py`, `tests/models/test_attention.py`) and has tests marked `gpu`; `--device cuda`, or
 `--shape 0.5B` and `1.5B` (Qwen2.5's shapes), are for the day.
 """
 TRL = """\

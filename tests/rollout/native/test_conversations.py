@@ -20,7 +20,6 @@ from groupwise.models.masks import Reach
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.records import Episode, Finish, Prompt, Sampling, Turn
 from groupwise.rollout.native import engine as native
-from groupwise.rollout.native import graphs
 from groupwise.rollout.native.attention import Extend, Prefill
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.native.kv_cache import KVCache
@@ -157,12 +156,11 @@ def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
-def test_in_shapes_that_stay_as_on_a_gpu(family, policy_of, prompts_of, scripted_world, monkeypatch):
-    """`GraphDecode`, whose steps run as they are: several tokens before anybody looks, and rows drawn behind their ends."""
+def test_several_tokens_before_anybody_looks_as_on_a_gpu(family, policy_of, prompts_of, scripted_world, monkeypatch):
+    """Rows draw behind their ends."""
     for module in (kernels, decoding):
         monkeypatch.setattr(module, "library", lambda: None)
-    monkeypatch.setattr(native, "RECORDED", ("cpu",))
-    monkeypatch.setitem(native.TOKENS_PER_SYNC, "cpu", graphs.GPU_TOKENS_PER_SYNC)
+    monkeypatch.setitem(native.TOKENS_PER_SYNC, "cpu", native.TOKENS_PER_SYNC["cuda"])
     options = {"sliding_window": 6} if family == "mistral" else {}
     policy = policy_of(family, dtype=torch.float32, context=128, eos_ids=EOS, sharpness=2.0, **options)
     world = scripted_world(cut=0.3, cut_to="other", delays=3)

@@ -47,28 +47,8 @@ class ManyTokens(Protocol):
         ...
 
 
-class RowDecoder(Protocol):
-    """Draws tokens for the rows that live."""
-
-    def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
-        """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
-        ...
-
-    def draw(self, newest_R: Tensor, uniform_RT: Tensor, steps: int) -> list[NextToken]:
-        """The next tokens, one after another, the host waiting for none.
-
-        newest_R: the rows' newest tokens.   uniform_RT: uniform numbers for all of their tokens.
-        """
-        ...
-
-    @property
-    def many(self) -> ManyTokens | None:
-        """Draws many tokens in one call; None where there is no such call for the weights, the sampling and what is kept."""
-        ...
-
-
 class TokenDecode:
-    """A `RowDecoder` for any forward pass, on any device."""
+    """Draws tokens for the rows that live, by any forward pass, on any device."""
 
     def __init__(
         self, forward: RolloutForward, sampling: Sampling, prompts: KVCache, own: KVCache, device: torch.device, *, vocabulary: int
@@ -77,11 +57,14 @@ class TokenDecode:
         self.rows_at_once = chunk_rows(vocabulary, 4)
 
     def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
-        """See `RowDecoder`."""
+        """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
         self.attend.arrange(prompt_length_P, entry_R, length_R)
 
     def draw(self, newest_R: Tensor, uniform_RT: Tensor, steps: int) -> list[NextToken]:
-        """See `RowDecoder`."""
+        """The next tokens, one after another, the host waiting for none.
+
+        newest_R: the rows' newest tokens.   uniform_RT: uniform numbers for all of their tokens.
+        """
         drawn: list[NextToken] = []
         for _ in range(steps):
             hidden_RD = self.forward.hidden(drawn[-1].token_R if drawn else newest_R, self.attend.next(), self.attend)
@@ -98,7 +81,7 @@ class TokenDecode:
 
     @property
     def many(self) -> ManyTokens | None:
-        """See `RowDecoder`."""
+        """Draws many tokens in one call; None where there is no such call for the weights, the sampling and what is kept."""
         decoder, kept = self.forward.decoder, self.attend.prompts.layers.values()
         if decoder is None or self.sampling.truncates or not all(layer.blocked for layer in kept):
             return None

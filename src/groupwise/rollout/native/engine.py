@@ -34,9 +34,8 @@ from groupwise.rollout import sampling as draws
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
 from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations, await_one
 from groupwise.rollout.native.attention import Extend, Prefill, whole
-from groupwise.rollout.native.decode import ManyTokens, RowDecoder, TokenDecode, chunks_of
+from groupwise.rollout.native.decode import ManyTokens, TokenDecode, chunks_of
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
-from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, GraphDecode
 from groupwise.rollout.native.kv_cache import Kept, KVCache
 from groupwise.rollout.stopping import Stopping
 
@@ -52,18 +51,15 @@ TURNS = 16
 """Turns of conversations that each thread of a processor draws at a time: as many as its kernels take at once.  With more a step
 takes longer by as much, and turns that began together would all end, and wait for their answers, together."""
 
-TOKENS_PER_SYNC = {"cpu": 1}
-"""Tokens that rows draw on a device before the host looks at any, `GPU_TOKENS_PER_SYNC` where nothing is said: it waits for the
-device once instead of eight times.  What a row draws behind its end is dropped."""
-RECORDED = ("cuda",)
-"""Devices on which a token's operations are launched as one; see `graphs`."""
+TOKENS_PER_SYNC = {"cpu": 1, "cuda": 8}
+"""Tokens that rows draw on a device before the host looks at any: it waits for a GPU once instead of eight times.  What a row draws
+behind its end is dropped."""
 
 
 class ModuleForward:
     """Through the Hugging Face modules: any family, any precision."""
 
     decoder: Decoder | None = None
-    recordable = False  # who knows what a module does
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.head = policy, policy.head
@@ -183,7 +179,7 @@ class _Run:
     """One call of `generate`."""
 
     forward: RolloutForward
-    decode: RowDecoder
+    decode: TokenDecode
     places: int
     """Rows that may live at the same time."""
 
@@ -228,7 +224,6 @@ class _Run:
         places = min(engine.max_rows, len(rows))
         self.prompts = KVCache(min(len(prompts), -(-places // group_size)), whole(most), most_tokens=whole(most_of_prompt))
         self.own = KVCache(places, min(whole(longest), FIRST_TOKENS), most_tokens=whole(most_own))
-        self.group_size = group_size
         self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
         self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
 
@@ -307,20 +302,9 @@ class _Run:
         # The ways order the numbers of a key differently: what one has kept the other cannot read.
         if self.pasts and type(self.forward) is not before:
             raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
-        if self.forward.recordable and self.device.type in RECORDED and not self.sampling.truncates:
-            self.decode = GraphDecode(
-                self.forward,
-                self.sampling,
-                self.prompts,
-                self.own,
-                self.device,
-                members=self.group_size,
-                vocabulary=self.policy.vocabulary,
-            )
-        else:
-            self.decode = TokenDecode(
-                self.forward, self.sampling, self.prompts, self.own, self.device, vocabulary=self.policy.vocabulary
-            )
+        self.decode = TokenDecode(
+            self.forward, self.sampling, self.prompts, self.own, self.device, vocabulary=self.policy.vocabulary
+        )
         self.places = self.engine.max_rows
         if self.world is not None and self.forward.decoder is not None:
             self.places = min(self.places, TURNS * torch.get_num_threads())
@@ -443,7 +427,7 @@ class _Run:
         if many is not None:
             return self._steps(many)
         # Truncation reads back at every token; nobody may draw beyond its limit, where capacity ends.
-        most = 1 if self.sampling.truncates else TOKENS_PER_SYNC.get(self.device.type, GPU_TOKENS_PER_SYNC)
+        most = 1 if self.sampling.truncates else TOKENS_PER_SYNC[self.device.type]
         steps = min(most, min(row.left for row in self.live))
         drawn = self.decode.draw(self.token_R, self.uniform_RT, steps)
         self.token_R = drawn[-1].token_R

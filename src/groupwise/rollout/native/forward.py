@@ -50,8 +50,6 @@ class RolloutForward(Protocol):
 
     decoder: decoding.Decoder | None
     """Draws several tokens in one call, where there is one."""
-    recordable: bool
-    """True if nothing is read back within a token, so that a GPU's operations can be recorded."""
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Any) -> Tensor:
         """Final hidden states (T, D) of a flat stream.   attend: a `RowAttention`; through the modules, an `Attend`."""
@@ -133,8 +131,6 @@ def _described(model: nn.Module) -> list[Any]:
 
 class SpecialisedForward:
     """A `RolloutForward` of a policy that `is_known`."""
-
-    recordable = True
 
     def __init__(self, policy: Policy, positions: int) -> None:
         """The weights as they are now, for up to `positions` tokens."""

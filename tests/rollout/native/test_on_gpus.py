@@ -1,0 +1,178 @@
+"""What a GPU decodes by, as far as a CPU can show it: several tokens before anybody looks, in places of whole eights."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from groupwise.config.settings import ModelSettings
+from groupwise.errors import EngineError
+from groupwise.ops.cpu import decoding, kernels
+from groupwise.records import Finish, Sampling
+from groupwise.rollout.episodes import Conversations
+from groupwise.rollout.native import attention
+from groupwise.rollout.native import engine as native
+from groupwise.rollout.native.decode import TokenDecode
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.native.forward import SpecialisedForward
+from groupwise.rollout.native.kv_cache import KVCache
+
+FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+
+
+def sampled(policy, prompts, sampling, *, max_rows=64):
+    groups = NativeEngine(policy, max_rows=max_rows).generate(prompts, group_size=3, sampling=sampling, seed=3)
+    return {rollout.prompt.id + str(rollout.index): rollout for group in groups for rollout in group}
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    for name, a in left.items():
+        assert a.tokens.tolist() == right[name].tokens.tolist()
+        assert a.finish is right[name].finish
+        np.testing.assert_allclose(a.behavior_logp, right[name].behavior_logp, rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """No compiled kernels, as on a GPU."""
+    for module in (kernels, decoding):
+        monkeypatch.setattr(module, "library", lambda: None)
+
+
+def as_on_a_gpu(patch):
+    patch.setattr(attention, "ALIGNS", ("cpu",))
+    patch.setitem(native.TOKENS_PER_SYNC, "cpu", native.TOKENS_PER_SYNC["cuda"])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_new_tokens=30, temperature=0.8),
+        Sampling(max_new_tokens=30, top_k=5),
+        Sampling(max_new_tokens=20, temperature=0.0),
+        Sampling(max_new_tokens=30, stop=("0", "3")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpus_way_draws_what_a_cpus_draws(family, sampling, policy_of, prompts_of, plain, monkeypatch):
+    options = {"sliding_window": 6} if family == "mistral" else {}
+    policy, prompts = policy_of(family, dtype=torch.float32, context=128, sharpness=2.0, **options), prompts_of(9, 3, 14, 1, 9)
+    expected = sampled(policy, prompts, sampling, max_rows=7)
+    as_on_a_gpu(monkeypatch)
+    found = sampled(policy, prompts, sampling, max_rows=7)
+    same(found, expected)
+    assert {rollout.finish for rollout in found.values()} >= ({Finish.STOP} if sampling.stop else set())
+
+
+def test_a_model_that_is_altered_between_groups_is_decoded_through_its_modules(policy_of, prompts_of, plain, monkeypatch):
+    """Nothing is kept between these groups, so nobody has to read what the other way has written."""
+    policy, prompts = policy_of("llama", dtype=torch.float32, sharpness=0.2, vocabulary=700), prompts_of(5, 9)
+    sampling = Sampling(max_new_tokens=12)  # the rows of a group end together
+    expected = sampled(policy, prompts, sampling)
+    as_on_a_gpu(monkeypatch)
+    engine = NativeEngine(policy, max_rows=3)
+    groups = engine.generate(prompts, group_size=3, sampling=sampling, seed=3)
+    found = list(next(groups))
+    policy.model.model.layers[0].register_forward_hook(lambda *_: None)
+    engine.set_version(1)
+    found += next(groups)
+    same({rollout.prompt.id + str(rollout.index): rollout for rollout in found}, expected)
+
+
+def test_prompts_that_are_kept_for_waiting_rows_are_not_read_another_way(policy_of, prompts_of, plain):
+    policy, (prompt,) = policy_of("llama", dtype=torch.float32), prompts_of(5)
+    sampling = Sampling(max_new_tokens=1)
+    run = native._Run(NativeEngine(policy, max_rows=1), [prompt], 3, sampling, 3, Conversations(policy, None, sampling, 3))
+    with torch.inference_mode():
+        run._prepare()
+        run._admit()
+        assert run.pasts
+        assert not run.live
+        policy.model.model.layers[0].register_forward_hook(lambda *_: None)
+        with pytest.raises(EngineError, match="altered"):
+            run._prepare()
+
+
+def test_weights_that_change_between_two_groups_draw_all_tokens_from_then_on(policy_of, prompts_of, plain, monkeypatch):
+    policy, prompts = policy_of("llama", dtype=torch.float32, sharpness=0.2, vocabulary=700, context=256), prompts_of(5, 9)
+    as_on_a_gpu(monkeypatch)
+
+    class Engine(NativeEngine):
+        def limit(self, prompt, index, sampling):
+            return 20 if prompt.id == "p0" else 60
+
+    engine = Engine(policy, max_rows=8)
+    groups = engine.generate(prompts, group_size=2, sampling=Sampling(max_new_tokens=200), seed=3)
+    next(groups)
+    with torch.no_grad():
+        policy.model.lm_head.weight.zero_()
+    engine.set_version(1)
+    (last,) = list(groups)
+    for rollout in last:
+        np.testing.assert_allclose(rollout.behavior_logp[30:], -np.log(policy.vocabulary), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "sampling"),
+    [
+        ("qwen2", {}, Sampling(max_new_tokens=9)),
+        ("mistral", {"sliding_window": 8}, Sampling(max_new_tokens=9, temperature=0.0)),
+        ("qwen3", {}, Sampling(max_new_tokens=9, temperature=0.7)),
+        ("gpt2", {}, Sampling(max_new_tokens=9)),
+    ],
+)
+@pytest.mark.parametrize("precision", ["float32", "autocast"])
+def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling, policy_of, monkeypatch):
+    """With tensors that have shapes and types but hold no numbers: one that is read back raises, and nothing may come from the host
+    or go there."""
+
+    class Crossings(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+            self.found[str(func)] += any(tensor.device.type != "meta" for tensor in tensors)
+            return out
+
+    monkeypatch.setattr(attention, "ALIGNS", ("meta",))
+    policy = policy_of(family, dtype=torch.float32, setting=ModelSettings(device="cpu", dtype=precision), **options)
+    policy.model.to("meta")
+    device, rows = torch.device("meta"), 10
+    with torch.no_grad():
+        forward = SpecialisedForward(policy, 64)
+        prompts, own = KVCache(4, 16, most_tokens=16), KVCache(12, 64, most_tokens=64)
+        for layer in range(len(forward.layers)):
+            prompts.layer(layer, torch.empty(1, forward.shared, forward.width, dtype=forward.dtype, device="meta"))
+        decode = TokenDecode(forward, sampling, prompts, own, device, vocabulary=policy.vocabulary)
+        decode.arrange([9, 16, 3, 4], [0, 0, 1, 1, 2, 3, 3, 3, 2, 2], list(range(rows)))
+        newest_R, uniform_RT = torch.empty(rows, dtype=torch.int64, device="meta"), torch.empty(rows, 64, device="meta").double()
+        (first,) = decode.draw(newest_R, uniform_RT, 1)  # who is where is written once for an arrangement
+        with Crossings() as seen:
+            decode.draw(first.token_R, uniform_RT, 7)
+    assert not {name for name, crossings in seen.found.items() if crossings}
+    assert seen.found.keys() >= {"aten._scaled_dot_product_efficient_attention.default"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("family", "precision"), list(itertools.product(FAMILIES, ["float32", "bfloat16", "autocast"])))
+def test_a_gpu_draws_what_it_scores(family, precision, policy_of, prompts_of, scored):
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    setting = ModelSettings(device="cpu", dtype=precision)
+    policy, prompts = policy_of(family, dtype=dtype, setting=setting, context=256, sharpness=1.0), prompts_of(9, 3, 14, 1, 9)
+    policy.model.to("cuda")
+    found = sampled(policy, prompts, Sampling(max_new_tokens=150), max_rows=7)
+    policy.model.to("cpu")
+    for rollout in found.values():
+        bound = 1e-3 if precision == "float32" else 0.2
+        np.testing.assert_allclose(rollout.behavior_logp, scored(policy, rollout), rtol=0, atol=bound)
