@@ -358,11 +358,7 @@ type may lie {lower:g} times as far from float32 as the own pass in the same typ
 of a text {lower_part:g} times, of a gradient {lower_gradient:g} times). What is farther off in each of {draws} draws of texts is
 refused: a near tie between two experts, which rounding decides otherwise, is so in one.
 
-Nothing is dropped unless a recipe says so. With `model.dropout: true` updates drop units with the checkpoint's own probabilities;
-sampling, scoring and references do not. Masks belong to tokens: an update is the same however its samples are packed, cut into
-micro-batches or spread over processes, and after a resume. At load it is compared with the model's own training pass under the same
-masks, and that pass, with nothing dropped, with the evaluation pass. Refused in words are models that drop nothing, other random
-numbers (noise on a router's scores), the loss that balances experts, and rollouts of another engine or of older weights.
+Nothing is dropped, whatever the dropout of the checkpoint's configuration: what is scored is what was sampled.
 
 The table says what a test found, without the library's own comparison, for a tiny random model of every architecture that
 transformers {transformers} knows. There, windows and chunks have {window} tokens, position encodings change at {window} or {twice},
@@ -379,7 +375,6 @@ equals the model's own pass: the log-prob of every token within {tolerance:g} na
 | checkpointing | `model.gradient_checkpointing: true` gives the same gradients |
 | sampling | log-probs of sampled tokens: by the native engine (specialised: without the model's modules) or by `generate` |
 | in bfloat16 | `model.dtype: autocast` or `bfloat16` is accepted by the library's own comparison |
-| dropout | `model.dropout: true` is accepted by it, refused, or finds nothing to drop in the configuration |
 
 Proven packed: {packed}. Proven one by one: {single}. Refused: {refused}. Cannot be built: {missing}. Accepted although
 different: {different}. Ending without a refusal in words: {untidy}.
@@ -428,7 +423,7 @@ def models_page() -> str:
     lines += [f"| `{name}` | {row['kind']} | {cell(' '.join(row['says']))} |" for name, row in missing.items()]
     lines += ["", "## Settings of a configuration that change its mathematics", ""]
     lines += ["Each laid over the tiny configuration of its family.", ""]
-    lines += ["| family | configuration | runs | proven | in bfloat16 | dropout | notes |", "|---|---|---|---|---|---|---|"]
+    lines += ["| family | configuration | runs | proven | in bfloat16 | notes |", "|---|---|---|---|---|---|"]
     for name, variant in variants.items():
         changes = ", ".join(f"{key}: {json.dumps(value)}" for key, value in variant["changes"].items())
         cells = [f"`{variant['family']}`", f"`{cell(changes)}`", *proof(rows[name])]
@@ -438,7 +433,7 @@ def models_page() -> str:
 
 def proven_table(rows: dict[str, Any]) -> list[str]:
     """A line for each family."""
-    lines = ["| `model_type` | class | proven | in bfloat16 | dropout | notes |", "|---|---|---|---|---|---|"]
+    lines = ["| `model_type` | class | proven | in bfloat16 | notes |", "|---|---|---|---|---|"]
     for name, row in rows.items():
         _, proven, *modes, notes = proof(row)
         lines.append(f"| `{name}` | {row['kind']} | {proven} | {' | '.join(modes)} | {notes} |")
@@ -446,7 +441,7 @@ def proven_table(rows: dict[str, Any]) -> list[str]:
 
 
 def proof(row: dict[str, Any]) -> list[str]:
-    """How a family runs, what is proven, in which lower types, whether it drops units, and what was refused of it."""
+    """How a family runs, what is proven, in which lower types, and what was refused of it."""
     paths = [path for path in row["paths"] if path not in ("native", "specialised", "generate")]
     if "native" in row["paths"]:
         paths.append("sampling (native, specialised)" if "specialised" in row["paths"] else "sampling (native)")
@@ -454,12 +449,10 @@ def proof(row: dict[str, Any]) -> list[str]:
         paths.append("sampling (generate)")
     runs = {"packed": "packed", "single": "one by one", "": row["verdict"]}[row["uses"]]
     if not row["modes"]:
-        return [runs, "", "", "", cell(" ".join(row["says"]))]
+        return [runs, "", "", cell(" ".join(row["says"]))]
     lower = [mode for mode in ("autocast", "bfloat16") if row["modes"][mode] == ""]
-    dropout = row["modes"]["dropout"]
-    drops = "proven" if dropout == "" else "nothing to drop" if "drops nothing" in dropout else "refused"
-    said = [f"{mode}: {text}" for mode, text in row["modes"].items() if text and "drops nothing" not in text]
-    return [runs, ", ".join(paths), " and ".join(lower) or "refused", drops, cell(" ".join([*row["says"], *said]))]
+    said = [f"{mode}: {text}" for mode, text in row["modes"].items() if text]
+    return [runs, ", ".join(paths), " and ".join(lower) or "refused", cell(" ".join([*row["says"], *said]))]
 
 
 # ---------------------------------------------------------------- docs/scaling.md

@@ -410,20 +410,6 @@ class Routing:
     """Tokens of the step, times layers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Neighbouring positions of one sequence, whose dropout masks are drawn by one seed; see `models/dropout.py`."""
-
-    start: int
-    """Of the stream."""
-    length: int
-    position: int
-    """Of the first one in its own sequence."""
-    seed: int
-    update: int
-    """Seed of what all sequences of an update share."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """A flat stream of P tokens.  Position p predicts `target[p]`; a position that predicts nothing has weight 0."""
@@ -453,8 +439,6 @@ class Batch:
     """For each segment the index of its sample in the list that was packed; -1 for a prefix."""
     routing: Routing | None = None
     """What the tokens of the whole step ask of a mixture's experts, where the loss balances them."""
-    stretches: tuple[Stretch, ...] = ()
-    """By what units are dropped in a pass that takes gradients, where the policy drops any; empty: nothing is."""
 
     def __post_init__(self) -> None:
         total = self.layout.total

@@ -153,6 +153,7 @@ def test_keywords_alone_change_the_presets_own_part(given: str) -> None:
         ("rewards.0.wait=1", "unknown key 'rewards.0.wait'"),
         ("group.quux=1", "unknown key 'group.quux' (`groupwise config group` lists the keys)"),
         ("quux=1", "unknown key 'quux' (`groupwise config` lists all keys)"),
+        ("model.dropout=true", "model.dropout is no key any more: nothing is dropped, because what is scored is what was sampled"),
         # K3: wrong types
         ("group.group_size=4.5", "group.group_size must be a whole number at least 1 and at most 1000000; got 4.5"),
         ("group.group_size=4.0", "group.group_size must be a whole number at least 1 and at most 1000000; got 4"),

@@ -8,7 +8,6 @@ import sys
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +129,12 @@ def online(
     engine: str = "native",
     lora: bool = False,
     critic: str = "head",
-    dropout: float = 0.0,
     **group: Any,
 ) -> dict[str, Any]:
     """Train and return, on every rank, each step's metrics and gradient and the last weights."""
     settings = GroupSettings(**{"prompts_per_step": 5, "group_size": 4} | group)
     algorithm = resolve(objective, settings, LONGEST)
-    policy = dropping(make(family, dtype), dropout) if dropout else make(family, dtype)
+    policy = make(family, dtype)
     if lora:
         policy = spread(adapt(policy, LoraSettings(rank=4), base=""), mode)
         reference = bare(policy)
@@ -186,14 +184,6 @@ def online(
         own = judge.head.named_parameters() if judge.shared else weights(judge.policy).items()
         kept |= {f"critic.{name}": np.array(fsdp.whole(torch.as_tensor(p).detach()).double()) for name, p in own}
     return {"steps": found, "gradients": gradients, "weights": kept}
-
-
-def dropping(policy: Policy, probability: float) -> Policy:
-    """The policy whose updates drop units (GPT-2's: of the embeddings, of attention and behind every block)."""
-    for module in policy.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = probability
-    return replace(policy, dropout=11)
 
 
 def critic_of(kind: str, policy: Policy, family: str, dtype: str, mode: str | dict[str, Any], updates: int) -> Critic:

@@ -641,9 +641,8 @@ def _same(path: str, difference: float, tolerance: float) -> None:
 MODES: dict[str, dict[str, Any]] = {
     "autocast": {"paths": ("scoring",), "dtype": "autocast"},
     "bfloat16": {"paths": ("scoring",), "dtype": "bfloat16"},
-    "dropout": {"paths": ("dropout",)},
 }
-"""Settings that the library itself proves at load, by a comparison with the own pass in the same type or under the same masks."""
+"""Settings that the library itself proves at load, by a comparison with the own pass in the same type."""
 
 
 def modes_of(name: str, uses: str) -> dict[str, str]:

@@ -61,8 +61,8 @@ def test_what_is_accepted_equals_its_own_forward(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "gpt_oss", "hunyuan_v1_moe", "dots1", "mamba", "mixtral, router loss"])
-def test_lower_types_and_dropout_are_what_the_table_says(name: str) -> None:
-    """Those that drop, whose windows and soft caps round, whose experts are nearly tied, and that are refused."""
+def test_lower_types_are_what_the_table_says(name: str) -> None:
+    """Those whose windows and soft caps round, whose experts are nearly tied, and that are refused."""
     if VERSION != INSTALLED:
         pytest.skip(f"the table is of transformers {VERSION}")
     found = families.modes_of(name, ROWS[name].uses)

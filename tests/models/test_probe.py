@@ -396,22 +396,6 @@ class LearnsWhatItDoesNotHold(LlamaForCausalLM):
         return out * (1.0 + (self.scale if packed(self) else self.scale.detach()))
 
 
-class ScalesInEvaluation(LlamaForCausalLM):
-    """Its training mode leaves out what its evaluation mode does."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model.norm.register_forward_hook(lambda module, args, out: out if module.training else out * 1.1)
-
-
-@pytest.mark.parametrize("attention", ["shared", "single"])
-def test_a_training_mode_that_does_more_than_to_drop_is_refused(attention: Any) -> None:
-    settings = ModelSettings(dropout=True, attention=attention)
-    make_policy(built(LlamaForCausalLM, LlamaConfig, attention_dropout=0.2), TOKENIZER, settings)
-    with pytest.raises(ConfigError, match=r"training mode with nothing dropped does not equal .*; set model.dropout to false"):
-        make_policy(built(ScalesInEvaluation, LlamaConfig, attention_dropout=0.2), TOKENIZER, settings)
-
-
 class DropsWhenComputedAgain(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -122,7 +122,7 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
         return
     try:
         for label, text in job.plan:
-            if label in ("read", "data", "in all", "memory", "dropout", "warning"):
+            if label in ("read", "data", "in all", "memory", "warning"):
                 yield Finding(label, None, text)
         yield from (Finding("model", True, f"{label}: {text}") for label, text in proofs_of(job.policy.model))
         yield from _tokenizer(job.policy)

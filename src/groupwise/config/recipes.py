@@ -366,13 +366,17 @@ def _where(tree: Node, keys: Sequence[str]) -> str:
     return tree.find(paths[0]).where
 
 
+WENT = {"model.dropout": "nothing is dropped, because what is scored is what was sampled; leave it out"}
+"""Keys that recipes had, and why they have them no more."""
+
+
 def _message(key: str, kind: str, value: Any, text: str = "") -> str:
     """One line about a value that pydantic refused.   text: of a scalar as the file has it."""
     setting = schema.lookup(key)
     if setting is None and key.rpartition(".")[2].isdigit():
         return f"{key} must be a section (a mapping); got {schema.show(value)}"
     if kind == "unexpected_keyword_argument" or setting is None:
-        return f"unknown key {key!r}{schema.suggestion(key)}"
+        return f"{key} is no key any more: {WENT[key]}" if key in WENT else f"unknown key {key!r}{schema.suggestion(key)}"
     if kind == "missing" and setting.default is dataclasses.MISSING:
         return f"{key} is missing. {setting.meaning}"
     got = f"{key} must be {setting.expected}; got {text or repr(value) if isinstance(value, float) else schema.show(value)}"

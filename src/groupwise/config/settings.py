@@ -202,8 +202,6 @@ class ModelSettings:
     `single` (one sequence per forward, the model's own attention: for models that cannot be packed)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory; a fifth to a third more compute, with an adapter up to a half."""
-    dropout: bool = False
-    """Drop units in updates, with the probabilities of the checkpoint's configuration; sampling and scoring never drop any."""
     lora: LoraSettings | None = None
     chat_template: str | None = None
     """Replaces the tokenizer's chat template: a Jinja string or the path of a `.jinja` file."""

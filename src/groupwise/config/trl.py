@@ -67,7 +67,7 @@ TABLE: dict[str, Argument] = {
     "cast_lm_head_to_fp32": _unneeded("the softmax over the vocabulary is always taken in float32"),
     "chat_template_kwargs": _missing("chat templates are applied without further arguments; give a template: model.chat_template"),
     "delta": _changed("group.surrogate", "{name: clipped, delta: ...}"),
-    "disable_dropout": _changed("model.dropout", "the opposite, off unless set: what is scored is what was sampled"),
+    "disable_dropout": _unneeded("nothing is ever dropped: what is scored is what was sampled"),
     "ds3_gather_for_generation": LAUNCHED,
     "entropy_coef": _same("group.entropy_bonus"),
     "entropy_coef_delta": _changed("group.entropy_step", "with use_adaptive_entropy"),

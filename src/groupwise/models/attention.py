@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,6 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models import dropout as dropouts
 from groupwise.models.masks import REMEDY, Reach, note_reach, reach_of
 from groupwise.ops.attention import StreamAttention
 from groupwise.ops.functional import again
@@ -95,11 +93,10 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer.  `dropout` counts only where a pass drops units (`models/dropout`).
-    Windows are those of the model's masks (`masks.Reach`), whatever a layer says besides."""
+    """What transformers calls in every attention layer.  Windows are those of the model's masks (`masks.Reach`), whatever a layer
+    says besides; nothing is dropped."""
     stream = _stream.get()
     if stream is None or attention_mask is not None:
         raise ConfigError(
@@ -117,12 +114,6 @@ def packed_attention(
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     reach, layer = reach_of(module), module.layer_idx
-    masks = dropouts.active()
-    if isinstance(masks, dropouts.Masks) and dropout > 0.0:
-        assert isinstance(attend, PackedAttention)
-        drop = partial(masks.attention, probability=dropout, site=masks.next_site())
-        layout = attend.layout
-        return explicit_attention(layout, query, key, value, scale, softcap, reach.window, reach.chunk, s_aux, drop), None
     if s_aux is None and reach.chunk is None:
         return attend(layer, query, key, value, scale, softcap, reach.window), None  # type: ignore[arg-type]
     return attend(layer, query, key, value, scale, softcap, reach.window, reach.chunk, s_aux), None  # type: ignore[arg-type]
@@ -221,14 +212,12 @@ def explicit_attention(
     window: int | None,
     chunk: int | None = None,
     sinks_H: Tensor | None = None,
-    drop: Callable[..., Tensor] | None = None,
     form: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """The definition, one segment at a time: scores, soft cap, causal mask and window, softmax.  Any device, any autograd.
 
-    The plain version that the fast paths are tested against, and the only one that knows soft caps, windows, chunks, sinks, values
-    of another width than keys, and dropout.   drop: (weights (H, Q, K), queries=their positions) -> what is kept of them.
-    form: `quick_attention` in the place of `last_attention`, of what is not dropped.
+    The plain version that the fast paths are tested against, and the only one that knows soft caps, windows, chunks, sinks, and
+    values of another width than keys.   form: `quick_attention` in the place of `last_attention`.
     """
     heads, shared = query.shape[1], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
@@ -239,8 +228,7 @@ def explicit_attention(
         p0, p1 = (layout.start[p], layout.start[p] + layout.length[p]) if p >= 0 else (a, a)
         keys = torch.cat([key[0, :, p0:p1], key[0, :, a:b]], 1)
         values = torch.cat([value[0, :, p0:p1], value[0, :, a:b]], 1)
-        compute = partial(last_attention, keep=partial(drop, queries=range(a, b))) if drop is not None else form or last_attention
-        outputs.append(compute(query[0, :, a:b], keys, values, scale, softcap, Reach(window, chunk), sinks_H))
+        outputs.append((form or last_attention)(query[0, :, a:b], keys, values, scale, softcap, Reach(window, chunk), sinks_H))
     filler = layout.total - (layout.start[-1] + layout.length[-1] if layout.segments else 0)
     outputs.append(query.new_zeros(heads, filler, value.shape[-1]))
     return torch.cat(outputs, 1).transpose(0, 1)[None].contiguous()
@@ -258,16 +246,11 @@ def last_attention(
     softcap: float | None = None,
     reach: Reach = Reach(),  # noqa: B008  (frozen)
     sinks_H: Tensor | None = None,
-    keep: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """What the last Q of T positions of one sequence see of it -> (H, Q, E).  Keys and values have as many heads as queries.
-
-    keep: what dropout leaves of the weights (H, Q, T).
-    """
+    """What the last Q of T positions of one sequence see of it -> (H, Q, E).  Keys and values have as many heads as queries."""
     queries, places = query_HQD.shape[1], key_HTD.shape[1]
-    blocks = _blocks(queries, places, reach) if keep is None else [(slice(0, queries), slice(0, places))]
     wide, outputs = torch.promote_types(query_HQD.dtype, torch.float32), []
-    for rows, keys in blocks:
+    for rows, keys in _blocks(queries, places, reach):
         scores = query_HQD[:, rows] @ key_HTD[:, keys].transpose(1, 2) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -275,7 +258,7 @@ def last_attention(
         if sinks_H is not None:
             scores = torch.cat([scores, sinks_H.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)], -1)
         weight_HQT = scores.softmax(-1, dtype=wide)[..., : keys.stop - keys.start].to(value_HTE.dtype)
-        outputs.append((weight_HQT if keep is None else keep(weight_HQT)) @ value_HTE[:, keys])
+        outputs.append(weight_HQT @ value_HTE[:, keys])
     return torch.cat(outputs, 1)
 
 

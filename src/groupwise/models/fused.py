@@ -151,7 +151,7 @@ def _plain_mlp(mlp: MLP, hidden_states: Tensor) -> Tensor:
     if _hooked(*mlp.products, mlp.activation):
         return type(mlp.module).forward(mlp.module, hidden_states)
     in_DI, in_I, out_ID, out_D = (parameter for product in mlp.products for parameter in (product.weight, product.bias))
-    return mlp.dropout(plain_mlp(_flat(hidden_states), in_DI, in_I, out_ID, out_D).view_as(hidden_states))
+    return plain_mlp(_flat(hidden_states), in_DI, in_I, out_ID, out_D).view_as(hidden_states)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
@@ -194,9 +194,8 @@ def _rotary_attention(
         query, key = (norm(x) for norm, x in zip(attention.head_norms, (query, key), strict=True))
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
     query, key = (rotary(x.transpose(1, 2), cos, sin) for x in (query, key))
-    dropout = attention.dropout if module.training else 0.0
     value = value.transpose(1, 2)
-    out, _ = packed_attention(module, query, key, value, attention_mask, scaling=attention.scale, dropout=dropout, **kwargs)
+    out, _ = packed_attention(module, query, key, value, attention_mask, scaling=attention.scale, **kwargs)
     return attention.output(out.reshape(*stream, -1)), None
 
 

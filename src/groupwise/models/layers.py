@@ -67,7 +67,6 @@ class Attention:
     width: int
     """Of a head."""
     scale: float
-    dropout: float
     rotary: bool
     """True if queries and keys are rotated by their positions; else positions are learnt, and added to the embedding."""
 
@@ -81,7 +80,6 @@ class MLP:
     """Gate and up, or up alone."""
     output: Any
     activation: Any
-    dropout: Any = None
 
     @property
     def gated(self) -> bool:
@@ -137,7 +135,6 @@ def _rotary_attention(module: Any) -> Attention:
         shared=heads // module.num_key_value_groups,
         width=module.head_dim,
         scale=module.scaling,
-        dropout=module.attention_dropout,
         rotary=True,
     )
 
@@ -153,7 +150,6 @@ def _gpt2_attention(module: Any) -> Attention | None:
         shared=module.num_heads,
         width=module.head_dim,
         scale=module.head_dim**-0.5,
-        dropout=module.attn_dropout.p,
         rotary=False,
     )
 
@@ -168,7 +164,7 @@ def _gated_mlp(module: Any) -> MLP | None:
 def _gpt2_mlp(module: Any) -> MLP | None:
     if type(module.act) is not NewGELUActivation:
         return None
-    return MLP(module=module, inputs=(module.c_fc,), output=module.c_proj, activation=module.act, dropout=module.dropout)
+    return MLP(module=module, inputs=(module.c_fc,), output=module.c_proj, activation=module.act)
 
 
 def _rotary_layer(module: Any) -> Layer:

@@ -341,7 +341,6 @@ def make_policy(
         form=read_form(model, language_model(model)),
         switches=rope.switches(model),
         deep_head=settings.attention == "single" and has_deep_head(model, language_model(model)),
-        dropout=0 if settings.dropout else None,
     )
     if settings.attention != "single":
         _pack(policy, settings)

@@ -13,7 +13,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +206,7 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
 
 def bare(policy: Policy) -> BarePolicy:
     """The weights under a policy's adapter: the reference that costs nothing."""
-    return replace(BarePolicy(**policy.as_fields(), adapted=policy), dropout=None)
+    return BarePolicy(**policy.as_fields(), adapted=policy)
 
 
 @contextmanager

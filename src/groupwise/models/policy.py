@@ -25,12 +25,11 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models import rope
 from groupwise.models.attention import Attend, PackedAttention, attending, recomputation
-from groupwise.models.dropout import Masks, active, as_before, own_training
 from groupwise.models.logit_scale import head_input
 from groupwise.models.small_copy import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.onednn_shapes import tiled
-from groupwise.records import Batch, Layout, Routing, Sample, Stretch
+from groupwise.records import Batch, Layout, Routing, Sample
 from groupwise.utils.terminal import quiet_transformers
 
 BALANCE = "set output_router_logits to false in its config.json: its experts are then trained without a loss that balances them"
@@ -48,7 +47,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Policy:
-    """A model with its tokenizer.  In eval mode, because what is scored is what sampled; but for passes that drop units."""
+    """A model with its tokenizer.  In eval mode, because what is scored is what sampled."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -70,8 +69,6 @@ class Policy:
     """Lengths above which rotary embeddings have other frequencies, and whether every length above has its own; see `rope`."""
     deep_head: bool = False
     """With `single`: more than one matrix lies behind the backbone; states are those that the last one is given."""
-    dropout: int | None = None
-    """Seed of what updates drop, with the probabilities of the model's configuration; None: nothing.  See `dropout`."""
 
     @property
     def device(self) -> torch.device:
@@ -146,17 +143,9 @@ class Policy:
         return contextlib.nullcontext()
 
     def _set_mode(self) -> None:
-        """Training mode where the pass that is running drops units, else eval mode, whatever somebody has set."""
-        awake = active() is not None
-        if self.model.training == awake:
-            return
-        self.model.train(awake)
-        for layer in self._recomputing():
-            layer.training = True
-
-    def _recomputing(self) -> list[nn.Module]:
-        """The layers that are computed again: transformers does so with those that it finds in training mode."""
-        return [layer for layer in self._layers() if layer.gradient_checkpointing]
+        """Eval mode, whatever somebody has set: nothing is dropped."""
+        if self.model.training:
+            self._recompute_only([layer for layer in self._layers() if layer.gradient_checkpointing])
 
     def _layers(self) -> list[GradientCheckpointingLayer]:
         return [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -168,23 +157,12 @@ class Policy:
             return self.backbone(input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False).last_hidden_state[0]
 
     def forward(self, batch: Batch) -> ForwardOutput:
-        """A packed batch through the model, by whatever attention the policy is set to; differentiable.
-
-        Units are dropped where the batch says by what (`Batch.stretches`), and a gradient is taken: scores know no dropout.
-        """
-        drops = self.dropout is not None and bool(batch.stretches) and torch.is_grad_enabled()
+        """A packed batch through the model, by whatever attention the policy is set to; differentiable."""
         if self.attention == "single":
             if self.router_coefficient > 0.0 and torch.is_grad_enabled():
                 raise ConfigError(f"model.attention 'single' does not know the loss that balances experts; {BALANCE}")
-            return ForwardOutput(self._one_by_one(batch.tokens_P, batch.layout, batch.stretches if drops else ()), 0.0)
+            return ForwardOutput(self._one_by_one(batch.tokens_P, batch.layout), 0.0)
         attend = PackedAttention(batch.layout)
-        if drops:
-            if self.router_coefficient > 0.0:
-                raise ConfigError(
-                    f"model.dropout: the loss that balances experts is counted in a pass that drops nothing; {BALANCE}"
-                )
-            with Masks(batch.stretches, batch.layout.total, self.device):
-                return ForwardOutput(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
         if not (self.router_coefficient > 0.0 and torch.is_grad_enabled()):
             return ForwardOutput(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
         hidden_PD, logits = self._routed(batch)
@@ -269,23 +247,18 @@ class Policy:
         asked = getattr(config, "output_router_logits", False)
         return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if asked else 0.0
 
-    def _one_by_one(self, tokens_P: Tensor, layout: Layout, stretches: Sequence[Stretch] = ()) -> Tensor:
-        """Every segment in a forward pass of its own, with the model's own attention: for models that cannot be packed.
-
-        With stretches in the model's own training mode, torch's random numbers beginning with the seed of what follows the prompt.
-        """
+    def _one_by_one(self, tokens_P: Tensor, layout: Layout) -> Tensor:
+        """Every segment in a forward pass of its own, with the model's own attention: for models that cannot be packed."""
         assert set(layout.prefix) <= {-1}, "segments that are computed one by one hold their own prompt"
-        ends = {stretch.start + stretch.length: stretch.seed for stretch in stretches}
         parts = []
+        self._set_mode()
         with self.precision():
             for start, length in zip(layout.start, layout.length, strict=True):
-                with own_training(ends[start + length], self.device) if ends else contextlib.nullcontext():
-                    self._set_mode()
-                    tokens_1T = tokens_P[None, start : start + length]
-                    given = head_input(self.model, tokens_1T) if self.deep_head else None
-                    if given is None:
-                        given = self.backbone(input_ids=tokens_1T, use_cache=False).last_hidden_state
-                    parts.append(given[0])
+                tokens_1T = tokens_P[None, start : start + length]
+                given = head_input(self.model, tokens_1T) if self.deep_head else None
+                if given is None:
+                    given = self.backbone(input_ids=tokens_1T, use_cache=False).last_hidden_state
+                parts.append(given[0])
         filler = layout.total - sum(layout.length)
         return torch.cat([*parts, parts[0].new_zeros(filler, parts[0].shape[1])])
 
@@ -304,7 +277,7 @@ class Policy:
         """Recompute the blocks' activations in the backward pass while inside, but the last one's: its turn comes at once.
 
         transformers recomputes only in layers that are in training mode.  That flag is set on the layers alone, and taken back
-        while they compute, unless units are dropped: in some families a layer drops them by its own flag.
+        while they compute: in some families a layer drops units by its own flag.
         """
         layers = self._layers()
         before = {layer: layer.gradient_checkpointing for layer in layers}
@@ -318,7 +291,7 @@ class Policy:
             for layer in layers:
                 # Set by the call above, and nowhere declared.
                 recompute: Callable[..., Any] = vars(layer)["_gradient_checkpointing_func"]
-                vars(layer)["_gradient_checkpointing_func"] = partial(_in_its_mode, layer, recompute)
+                vars(layer)["_gradient_checkpointing_func"] = partial(_in_eval_mode, layer, recompute)
             # It may leave a hook on the embedding, another every time, which only reentrant recomputation has a use for.
             if hasattr(self.model, "_require_grads_hook"):
                 self.model.disable_input_require_grads()
@@ -343,7 +316,7 @@ class Policy:
         model = copy.deepcopy(self.model).requires_grad_(False)
         for parameter in model.parameters():
             parameter.grad = None
-        return replace(self, model=model.eval(), dropout=None)
+        return replace(self, model=model.eval())
 
     @property
     def empty(self) -> bool:
@@ -366,19 +339,16 @@ class Policy:
             self.save(folder)
 
 
-def _in_its_mode(layer: nn.Module, checkpoint: Callable[..., Any], compute: Callable[..., Any], *inputs: Any) -> Any:
-    """`checkpoint(compute, *inputs)`, in which the layer drops what the running pass drops, also when it is computed again."""
-    masks = active()
-    site = 0 if masks is None else masks.site
+def _in_eval_mode(layer: nn.Module, checkpoint: Callable[..., Any], compute: Callable[..., Any], *inputs: Any) -> Any:
+    """`checkpoint(compute, *inputs)`, in which the layer drops nothing, also when it is computed again."""
 
-    def in_its_mode(*inputs: Any) -> Any:
+    def in_eval_mode(*inputs: Any) -> Any:
         modes = [(module, module.training) for module in layer.modules()]
-        layer.train(masks is not None)
+        layer.eval()
         try:
-            with as_before(masks, site):
-                return compute(*inputs)
+            return compute(*inputs)
         finally:
             for module, training in modes:
                 module.training = training
 
-    return checkpoint(in_its_mode, *inputs)
+    return checkpoint(in_eval_mode, *inputs)

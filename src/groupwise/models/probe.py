@@ -2,7 +2,7 @@
 
 The reference is transformers' own forward and backward pass, one sequence at a time.  Against it stand the paths that a run takes:
 packed log-probs (`scoring`), the fused loss and its gradients (`training`), the same with blocks computed again (`recompute`),
-under an adapter (`adapter`), and where units are dropped (`dropout`: of both the same); `rollout/probe.py` adds sampling.
+and under an adapter (`adapter`); `rollout/probe.py` adds sampling.
 Sequences lie side by side, some share a prompt, and their lengths lie on both sides of every length at which the configuration or
 the masks change something.
 
@@ -26,7 +26,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,9 +43,8 @@ from transformers.pytorch_utils import Conv1D
 from groupwise.config.settings import LoraSettings
 from groupwise.data.packing import unpack
 from groupwise.errors import ConfigError
-from groupwise.models import dropout, rope
+from groupwise.models import rope
 from groupwise.models.attention import plain_attention, use_packed_attention
-from groupwise.models.dropout import Masks, own_training, stretches_of
 from groupwise.models.fused import fused_modules
 from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
@@ -54,7 +53,7 @@ from groupwise.models.small_copy import language_model, small_model
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
-from groupwise.records import Batch, Layout, Sample
+from groupwise.records import Batch, Sample
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
 
@@ -73,7 +72,7 @@ ROUNDED, STRETCH, DRAWS = 3e-4, 256, 3
 """Nats that rounding explains anyway; tokens of a text whose median is taken, so that a fault far behind is seen; draws of texts: a
 fault shows in every one, a near tie between two experts, which rounding decides otherwise here than there, in one."""
 PATHS = ("scoring", "training", "router", "recompute", "adapter")
-"""What every model can be asked; `dropout` and `dropout, recompute` only one whose configuration drops units."""
+"""What a model can be asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,8 +159,6 @@ def prove_policy(policy: Policy, *, recompute: bool = False, lora: LoraSettings 
     `reward_head.prove_scorer`.
     """
     paths = ["scoring", "training", "router", *(["recompute"] if recompute else []), *(["adapter"] if lora is not None else [])]
-    if policy.dropout is not None:
-        paths += ["dropout", *(["dropout, recompute"] if recompute else [])]
     dtype = dtype_of(policy)
     said = (policy.attention, *paths, str(lora), dtype)
 
@@ -431,20 +428,15 @@ def _sample(rng: np.random.Generator, prompt: np.ndarray, n: int, vocabulary: in
     )
 
 
-def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: bool = False, still: bool = False) -> Truth:
-    """The model's own forward pass, one sequence at a time, and its gradients of the weighted sum of squared log-probs.
-
-    drops: in its training mode, what `by_policy` drops.   still: in its training mode, nothing.
-    """
-    model = policy.model.train(drops or still)
+def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Truth:
+    """The model's own forward pass, one sequence at a time, and its gradients of the weighted sum of squared log-probs."""
+    model = policy.model.eval()
     model.zero_grad(set_to_none=True)
     logps = []
-    eager = still or (drops and policy.attention != "single")
-    with plain_attention(model, eager=eager), torch.enable_grad() if gradients else torch.no_grad():
-        for place, sample in enumerate(samples):
+    with plain_attention(model), torch.enable_grad() if gradients else torch.no_grad():
+        for sample in samples:
             ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
-            dropping = _dropping(policy, samples, place) if drops else dropout.Nothing() if still else nullcontext()
-            with policy.precision(), dropping:
+            with policy.precision():
                 logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 :, : policy.vocabulary]
             logp_NV = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
             logp_N = logp_NV.gather(1, torch.from_numpy(sample.completion).to(policy.device)[:, None])[:, 0]
@@ -455,20 +447,6 @@ def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: 
     return Truth(logps, taken(model) if gradients else {})
 
 
-def _dropping(policy: Policy, samples: Sequence[Sample], place: int) -> AbstractContextManager[Any]:
-    """What one sequence loses in a forward pass of its own."""
-    sample = samples[place]
-    whole = Layout(start=(0,), length=(_size(sample) - 1,), prefix=(-1,), total=_size(sample) - 1)
-    stretches = stretches_of(whole, [place], samples, **UPDATE)
-    if policy.attention == "single":
-        return own_training(stretches[-1].seed, policy.device)
-    return Masks(stretches, whole.total, policy.device)
-
-
-UPDATE = {"seed": 0, "update": 0}
-"""Of which the masks are."""
-
-
 def taken(model: PreTrainedModel) -> dict[str, Tensor]:
     """The gradients of a model, which are taken away from it."""
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -476,8 +454,8 @@ def taken(model: PreTrainedModel) -> dict[str, Tensor]:
     return gradients
 
 
-def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: bool = False) -> Truth:
-    """The same as a run computes it: packed, fused, gradients summed in place.   drops: as in an update that drops units."""
+def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Truth:
+    """The same as a run computes it: packed, fused, gradients summed in place."""
     policy.model.zero_grad(set_to_none=True)
     logps = [np.zeros(sample.completion.size) for sample in samples]
     with (
@@ -486,8 +464,6 @@ def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool, dro
         summed_in_place(gradients and not policy.sharded),
     ):
         for batch in _packed(policy, samples):
-            if drops:
-                batch = replace(batch, stretches=stretches_of(batch.layout, batch.samples, samples, **UPDATE))
             rows_M = batch.trained_M
             hidden_MD = policy.forward(batch).hidden_PD[rows_M]
             with policy.precision():
@@ -512,12 +488,10 @@ REMEDIES = {
     "router": BALANCE,
     "recompute": "set model.gradient_checkpointing to false",
     "adapter": "leave model.lora out",
-    "dropout": dropout.REMEDY,
-    "dropout, recompute": dropout.REMEDY,
 }
 SINGLE = "this family is not supported: use another model"
 LOWER_REMEDY = "set model.dtype to float32"
-MENDED = (LOWER_REMEDY, BALANCE, dropout.REMEDY, REMEDIES["recompute"], REMEDIES["adapter"])
+MENDED = (LOWER_REMEDY, BALANCE, REMEDIES["recompute"], REMEDIES["adapter"])
 """Remedies of what a run may do without."""
 
 
@@ -810,36 +784,6 @@ def _recompute(case: Case) -> tuple[Truth, Truth] | None:
         return by_policy(case.policy, case.samples, gradients=True), case.expected
 
 
-def _dropout(case: Case) -> tuple[Truth, Truth]:
-    """With the masks of one update at work, by both; the model's training mode does nothing else than to drop units."""
-    answers = _dropped(case)
-    still = truth(case.policy, case.samples, gradients=True, still=True)
-    compare(type(case.policy.model).__name__, "training mode with nothing dropped", still, case.expected, dropout.REMEDY)
-    case.policy.model.eval()
-    return answers
-
-
-def _dropped(case: Case) -> tuple[Truth, Truth]:
-    policy = replace(case.policy, dropout=0)
-    expected = truth(policy, case.samples, gradients=True, drops=True)
-    moved = max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(expected.logp, case.expected.logp, strict=True))
-    if moved <= VALUES and not dropout.probabilities(policy.model.config.to_dict()):
-        raise ConfigError(
-            f"model.dropout: {type(policy.model).__name__} drops nothing with this configuration: write probabilities into its "
-            "config.json (attention_dropout, say), or set model.dropout to false"
-        )
-    computed = by_policy(policy, case.samples, gradients=True, drops=True)
-    policy.model.eval()
-    return computed, expected
-
-
-def _dropout_recomputed(case: Case) -> tuple[Truth, Truth] | None:
-    if not case.policy.recomputes:
-        return None
-    with case.policy.checkpointing(True):
-        return _dropped(case)
-
-
 def _adapter(case: Case) -> tuple[Truth, Truth] | None:
     from groupwise.models.lora import adapt  # peft is optional
 
@@ -883,6 +827,4 @@ _PATHS: dict[str, Callable[[Case], tuple[Truth, Truth] | None]] = {
     "router": _router,
     "recompute": _recompute,
     "adapter": _adapter,
-    "dropout": _dropout,
-    "dropout, recompute": _dropout_recomputed,
 }

@@ -140,7 +140,7 @@ def wrap_scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
     if not isinstance(getattr(model, "score", None), nn.Module):
         settings = replace(settings, attention="single")
     policy = make_policy(model, tokenizer, settings, probe=False)
-    if policy.attention != "single" or (reads_tokens(policy) and (settings.dropout or settings.lora)):
+    if policy.attention != "single" or (reads_tokens(policy) and settings.lora):
         prove_policy(policy, recompute=settings.gradient_checkpointing, lora=settings.lora)
     if reads_tokens(policy):
         prove_scorer(policy, recompute=settings.gradient_checkpointing)

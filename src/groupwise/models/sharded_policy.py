@@ -86,7 +86,7 @@ class ShardedPolicy(Policy):
             return bare(self)
         fsdp.reshard(self.model)
         parts = {name: fsdp.own(parameter.detach()) for name, parameter in self.model.named_parameters()}
-        plain = replace(self.plain, model=copy.deepcopy(self.plain.model), dropout=None)
+        plain = replace(self.plain, model=copy.deepcopy(self.plain.model))
         found = shard(plain, self.sharding, self.device)
         found.fill(lambda name, _: parts[name])
         found.model.requires_grad_(False)

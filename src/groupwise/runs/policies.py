@@ -93,7 +93,7 @@ def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
     """The weights before the first step: a copy of the policy, or on resume what was saved then.  Never loaded by name."""
     if folder is None or not folder.exists():
         return policy.frozen_copy()
-    settings = replace(recipe.model, path=str(folder), scratch=None, dropout=False)
+    settings = replace(recipe.model, path=str(folder), scratch=None)
     kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: _unprobed(blueprint, settings))
     kept.model.requires_grad_(False)
     return kept
@@ -112,7 +112,7 @@ def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
                 "backbone of its own (critic.path), or set parallel: ddp"
             )
         return Critic.on(policy, settings, recipe.optimizer, updates)
-    model = replace(recipe.model, path=settings.path, scratch=None, lora=None, dropout=False)
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
     blueprint = read_blueprint(model)
     check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}", further=True)
     pooling = blueprint.config.get("pooling", "last") if is_scorer(blueprint.config) else "last"
@@ -130,7 +130,7 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
     Raises ConfigError or DataError, for a model with other tokens than the policy too.
     """
     settings, servers = recipe.teacher, None
-    model = replace(recipe.model, path=settings.path, scratch=None, lora=None, dropout=False)
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
     if settings.path is not None:
         blueprint = read_blueprint(model)
         check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"teacher.path: {settings.path}")

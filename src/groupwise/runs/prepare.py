@@ -29,7 +29,6 @@ from groupwise.distributed import comm, fsdp
 from groupwise.environments.conversation import World
 from groupwise.environments.environment import Source
 from groupwise.errors import ConfigError, DataError, Findings
-from groupwise.models.dropout import probabilities
 from groupwise.models.loading import Blueprint, context_length, read_blueprint, resolve_device
 from groupwise.models.lora import adapter_size
 from groupwise.models.scratch import scratch_model
@@ -213,7 +212,7 @@ class Prepared:
             + critic_memory(recipe, algorithm)
             + teacher_memory(recipe, algorithm, shape),
         )
-        held = [*adapter_lines(recipe, blueprint), *precision_lines(recipe), *dropout_lines(recipe, blueprint)]
+        held = [*adapter_lines(recipe, blueprint), *precision_lines(recipe)]
         held += _held(recipe, blueprint, load, world)
         rewards = None
         if not recipe.rewards and not algorithm.needs_reward:
@@ -264,7 +263,6 @@ class Prepared:
             adapter=adapter_count(recipe, blueprint),
         )
         lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
-        lines += dropout_lines(recipe, blueprint)
         lines += _held(recipe, blueprint, load, world)
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
@@ -410,35 +408,6 @@ def precision_lines(recipe: Recipe) -> Lines:
         return []
     cost = "an update takes many times as long as in float32"
     return [("warning", f"model.dtype {recipe.model.dtype}: this processor has no AVX-512, and {cost}: set model.dtype=float32")]
-
-
-def dropout_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
-    """What updates drop, and by which path attention is then computed.  Raises ConfigError if that is nothing or would be wrong."""
-    if not recipe.model.dropout:
-        return []
-    found = probabilities(blueprint.config)
-    if not found:
-        raise ConfigError(
-            "model.dropout is true, but the checkpoint's configuration drops nothing: write probabilities into its config.json "
-            "(attention_dropout, say), or leave model.dropout out"
-        )
-    said = "in updates only: " + ", ".join(f"{name} {value:g}" for name, value in found.items())
-    if any(name.startswith("att") for name in found) and recipe.model.attention != "single":
-        said += "; attention runs in its explicit form, the only one that drops"
-    lines = [("dropout", said)]
-    if not is_online(recipe.objective):
-        return lines
-    engine = recipe.rollout.engine
-    if not engine_traits(engine.name).own_weights or engine.ahead:
-        raise ConfigError(
-            "model.dropout: where another engine or older weights have sampled, what the policy says of the same tokens corrects "
-            "the ratios and tells wrong weights, and dropout changes it: set rollout.engine to native with ahead 0, or leave "
-            "model.dropout out"
-        )
-    lines.append(
-        ("warning", "model.dropout: nothing is dropped while sampling, so ratios are not 1 at the first update of a rollout")
-    )
-    return lines
 
 
 def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None, *, train: bool = True) -> Data[Prompt]:

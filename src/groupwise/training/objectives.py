@@ -34,9 +34,8 @@ def scorer(recipe: Recipe, blueprint: Blueprint, pooling: Pooling) -> Policy:
 
 
 def adapted(recipe: Recipe, policy: Policy) -> Policy:
-    """The policy with its adapter and its dropout, where the recipe asks for them."""
+    """The policy with its adapter, where the recipe asks for one."""
     settings = recipe.model
-    policy = replace(policy, dropout=recipe.seed if settings.dropout else None)
     if settings.lora is None:
         return policy
     return adapt(policy, settings.lora, base=checkpoint_folder(str(settings.path)), seed=recipe.seed)

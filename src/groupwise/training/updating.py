@@ -10,8 +10,7 @@ P positions and M trained positions of a micro-batch   D width
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +20,6 @@ from torch import Tensor
 from groupwise.data.packing import unpack
 from groupwise.distributed import comm
 from groupwise.errors import MemoryExceeded, out_of_memory
-from groupwise.models.dropout import stretches_of
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.ops.in_place_gradients import summed_in_place
@@ -67,11 +65,6 @@ class Update(Assessment):
 class Stepper(Protocol):
     """The part of an optimizer that a step uses."""
 
-    @property
-    def taken(self) -> int:
-        """Optimizer steps taken so far; dropout draws by it."""
-        ...
-
     def clear(self) -> None:
         """Forget the gradients."""
         ...
@@ -87,8 +80,7 @@ def update(
     """Forward and backward over the samples, at most `budget` positions at a time, and one optimizer step.
 
     The weights of the samples are final, so neither the budget nor the order can change the step, nor how many processes share
-    it: each works on its part of the packed positions, and the optimizer takes the sum of their gradients.  What dropout takes
-    belongs to the samples by their place, and to how many steps were taken before.
+    it: each works on its part of the packed positions, and the optimizer takes the sum of their gradients.
     whole_groups: never cut a group (pairs are compared with each other).
 
     Where memory does not suffice, the same step is computed anew with half the budget, down to one sample at a time.
@@ -146,9 +138,6 @@ def _visit(
     total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
     with fused_modules(policy.model, keep=not policy.sharded), summed_in_place(learn and not policy.sharded):
         batches = batches_of(policy, samples, budget, whole_groups=whole_groups)
-        if policy.dropout is not None and optimizer is not None:
-            dropped = partial(stretches_of, samples=samples, seed=policy.dropout, update=optimizer.taken)
-            batches = [replace(batch, stretches=dropped(batch.layout, batch.samples)) for batch in batches]
         for batch in policy.balanced(batches) if learn else batches:
             value, seen_M = loss(policy, batch)
             if learn:
