@@ -10,13 +10,18 @@ WORKERS ?= 3
 # Tests start hundreds of interpreters: they keep what one has compiled, also where the environment says not to.
 TEST   := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-fast test-faults test-kernels test-vllm lint docs site bench clean help
+.PHONY: demo demo-real test test-fast test-faults test-kernels test-vllm lint docs site bench clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.core            ## SFT, then GRPO on a built-in task, and a report: minutes on two cores
 	$(BIN)/groupwise train recipes/demo.yaml
+
+demo-real: $(VENV)/.core       ## GRPO on a real chat model (SmolLM2, 135M, a download of 93 MB): ten minutes on two cores
+	$(BIN)/groupwise get smollm2
+	$(BIN)/groupwise train recipes/smollm2-sums.yaml
+	$(BIN)/groupwise examples runs/smollm2-sums
 
 test: $(VENV)/.test            ## the whole suite: 11 to 20 minutes on two cores
 	$(TEST)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from groupwise.cli.commands import main
+from groupwise.config.packaged_models import PACKAGED_MODELS
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ScratchSettings
 from groupwise.data.sources import read_rows
@@ -55,6 +56,9 @@ def test_every_recipe_is_valid(path: Path, tmp_path: Path, monkeypatch: pytest.M
     """From any folder: a recipe names no file that a user would have to bring."""
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # a hub name is then taken on trust; nothing is fetched here
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in PACKAGED_MODELS:  # as `groupwise get` leaves them
+        (tmp_path / "groupwise/models" / name).mkdir(parents=True, mode=0o700)
     stages = load_stages(path)
     assert all(recipe.name.split("/")[0] == path.stem for recipe in stages.values())
     assert path.read_text().startswith("# "), "`groupwise recipes` lists a recipe by the comment at its head"
@@ -172,6 +176,27 @@ def test_gsm8k_runs_its_whole_path(checkpoint: Path, gsm8k: Path, tmp_path: Path
     report = evaluate(str(folder), data=questions, columns={"prompt": "question"}, chat=True, limit=3, k=2, max_new_tokens=8)
     assert report.evaluation.prompts == 3
     assert "<|user|>" in report.evaluation.answers[0].prompt.text and "Janet" in report.evaluation.answers[0].prompt.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sums", "json", "words"])
+def test_the_recipes_of_a_chat_model_run_and_show_their_answers(
+    name: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every recipe of SmolLM2 with another model in its place; `groupwise examples` shows answers before and after."""
+    small = [
+        "steps=2",
+        "rollout.max_new_tokens=8",
+        "group.prompts_per_step=2",
+        "group.group_size=3",
+        "data.eval_limit=4",
+        "eval.k=2",
+    ]
+    run(ROOT / f"recipes/smollm2-{name}.yaml", tmp_path, [f"model.path={checkpoint}", *small])
+    assert {"eval/greedy", "eval/pass@2"} <= set(steps_of(tmp_path / f"runs/smollm2-{name}")[-1])
+    assert main(["examples", str(tmp_path / f"runs/smollm2-{name}"), "-n", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("before training  reward") == shown.count("step 2           reward") == 3
 
 
 REWARD = {"sums": "accuracy", "countdown": "groupwise.data.tasks.countdown:solved", "sorting": "exact"}

@@ -142,7 +142,20 @@ REWARDS = (
     "model",
 )
 """Built-in reward functions."""
-TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences", "calculator", "guessing")
+TASKS = (
+    "addition",
+    "sums",
+    "countdown",
+    "sorting",
+    "arithmetic",
+    "gsm8k_arithmetic",
+    "preferences",
+    "calculator",
+    "guessing",
+    "chat_sums",
+    "chat_json",
+    "chat_words",
+)
 """Built-in generated tasks: the rows of `data.tasks.TASKS` (a test compares them)."""
 
 

