@@ -282,6 +282,8 @@ class Scored:
     """Numbers that the reward functions logged in the call that scored the group."""
     extra: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """What they logged of each completion, by name: G values of JSON."""
+    verdict: str | None = None
+    """The reward function whose 1 says that a completion is right; None: no function says so."""
 
     def __post_init__(self) -> None:
         size = len(self.rollouts)
@@ -290,6 +292,7 @@ class Scored:
             object.__setattr__(self, "weights", (1.0,) * len(self.names))
         assert self.rewards.shape == (size, len(self.names)), f"rewards {self.rewards.shape} for {size} x {len(self.names)}"
         assert self.reward.shape == (size,) and len(self.weights) == len(self.names)
+        assert self.verdict is None or self.verdict in self.names, f"the verdict {self.verdict!r} is none of {self.names}"
         assert len({rollout.prompt.id for rollout in self.rollouts}) == 1, "a group shares one prompt"
         assert len({rollout.index for rollout in self.rollouts}) == size, "the completions of a group have places of their own"
         assert not np.isinf(self.rewards).any(), "an infinite reward is an error of its function, not a reward"
@@ -302,6 +305,14 @@ class Scored:
     def prompt(self) -> Prompt:
         """The prompt that the group shares."""
         return self.rollouts[0].prompt
+
+    @property
+    def right(self) -> np.ndarray:
+        """float64 (G,): 1 for completions that the verdict gives 1 or more, 0 for others, NaN where it gives none."""
+        if self.verdict is None:
+            return np.full(len(self.rollouts), np.nan)
+        verdict_G = self.rewards[:, self.names.index(self.verdict)]
+        return np.where(np.isnan(verdict_G), np.nan, verdict_G >= 1.0 - 1e-9)
 
     @property
     def dead(self) -> bool:

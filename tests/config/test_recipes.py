@@ -131,7 +131,7 @@ def test_rewards_that_an_environment_brings_can_retire_prompts(tmp_path: Path, m
     (tmp_path / "env.py").touch()
     for environment in ("{factory: 'env.py:Room'}", "{reasoning_gym: chain_sum}"):
         text = GOOD.replace("rewards:\n- function: accuracy\n- {function: think_format, weight: 0.5}\n", "")
-        text = text.replace("data:\n  task: addition\n", "data: {retire: 2, curriculum: 0.5, chat: true%s}\n")
+        text = text.replace("data:\n  task: addition\n", "verdict: environment\ndata: {retire: 2, curriculum: 0.5, chat: true%s}\n")
         task = "" if "gym" in environment else ", task: addition"
         assert one(text % task + f"environment: {environment}\n").data.retire == 2
 

@@ -102,6 +102,7 @@ TREE = {
     "steps": 6,
     "data": {"task": "addition", "limit": 8, "eval_limit": 2, "curriculum": 0.9, "retire": 1},
     "rewards": [{"function": "regex", "args": {"pattern": "[0-4]"}}],
+    "verdict": "regex",
     "group": {"prompts_per_step": 3, "group_size": 2},
     "rollout": {"max_new_tokens": 4},
 }
@@ -128,5 +129,7 @@ def test_a_run_that_is_broken_off_draws_the_same_prompts(tmp_path: Path, write_r
 
 def test_a_curriculum_needs_rewards_to_go_by(tmp_path: Path, write_recipe: Callable) -> None:
     data = {"task": "addition", "limit": 8, "retire": 2}
-    with pytest.raises(ConfigError, match="go by the first reward of sampled completions"):
+    with pytest.raises(ConfigError, match="go by the verdict of sampled completions"):
         load_recipe(write_recipe(tmp_path, "run", objective="sft", data=data, rewards=[], group={}))
+    with pytest.raises(ConfigError, match="the reward whose 1 says that a completion is right: name it, verdict: NAME"):
+        load_recipe(write_recipe(tmp_path, "run", **(TREE | {"verdict": None})))

@@ -43,7 +43,6 @@ from groupwise.runs.origin import Origin, overridden
 from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe
 from groupwise.runs.run import resolved
-from groupwise.training.evaluate import RIGHT
 from groupwise.training.mismatch import diagnose
 from groupwise.training.samples import joined, samples_of
 from groupwise.training.scoring import score
@@ -137,7 +136,10 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
         columns = list(job.prompts[0].row)
         with lines():
             named = recipe.rewards
-            rewards = build_rewards(named, columns=columns, tokenizer=job.policy.tokenizer) if named else no_rewards()
+            rewards = no_rewards()
+            if named:
+                tokenizer, verdict = job.policy.tokenizer, recipe.verdict
+                rewards = build_rewards(named, columns=columns, tokenizer=tokenizer, verdict=verdict)
         with rewards:
             episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
             yield from _golds(rewards, job.prompts[:64]) if rewards.names and not episodes else ()
@@ -258,17 +260,17 @@ def _golds(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Does the gold answer earn the reward it should?  In the forms in which models write answers."""
     forms: tuple[Callable[[str], str], ...] = (str, lambda a: f"\\boxed{{{a}}}", lambda a: f"#### {a}")
     column = next((c for c in ("answer", "solution") if prompts and c in prompts[0].row), None)
-    if column is None:
+    if column is None or rewards.verdict is None:
         return
     best = np.zeros(len(prompts))
     for form in forms:
         groups = [(_written(prompt, form(str(prompt.row[column]))),) for prompt in prompts]
-        best = np.maximum(best, [np.nan_to_num(found.rewards[0, 0]) for found in rewards.score(groups)])
-    missed = [prompt for prompt, value in zip(prompts, best, strict=True) if value < RIGHT]
-    says = f"the gold answers of the first {len(prompts)} prompts earn {rewards.names[0]} = 1"
+        best = np.maximum(best, [np.nan_to_num(found.right[0]) for found in rewards.score(groups)])
+    missed = [prompt for prompt, value in zip(prompts, best, strict=True) if value < 1.0]
+    says = f"the gold answers of the first {len(prompts)} prompts earn {rewards.verdict} = 1"
     if missed:
         says = (
-            f"{len(missed)} of {len(prompts)} gold answers do not earn {rewards.names[0]} = 1, the first in row {missed[0].id}: "
+            f"{len(missed)} of {len(prompts)} gold answers do not earn {rewards.verdict} = 1, the first in row {missed[0].id}: "
             f"{str(missed[0].row[column])[:80]!r}; no completion can be right there: look at `groupwise score` or drop these rows"
         )
     yield Finding("gold", not missed, says)

@@ -10,7 +10,7 @@ The number of settings is kept small on purpose.  Batch sizes are said in prompt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Optional
 
@@ -254,8 +254,8 @@ class DataSettings:
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
     """What happens to a longer one.  It is counted and reported."""
     retire: Count = 0
-    """Online objectives: leave a prompt out for good once so many of its visits in a row were solved (the first reward function
-    gave 1 to every completion); 0: never.  When all are left out, all return."""
+    """Online objectives: leave a prompt out for good once so many of its visits in a row were solved (the `verdict` of
+    the recipe gave 1 to every completion); 0: never.  When all are left out, all return."""
     curriculum: Fraction = 0.0
     """Online objectives: leave a prompt out of an epoch with this probability times its pass rate, the share of its last group that
     was solved; 0: every epoch visits all."""
@@ -300,6 +300,19 @@ class RewardSettings:
     timeout: Annotated[float, Gt(0.0)] | None = None
     """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run.  Without it a call that
     takes ten minutes (and 10 s for each of its completions) is stopped and ends the run."""
+
+
+VERDICTS = ("accuracy", "exact", "number")
+"""Built-in reward functions whose 1 says that a completion is right."""
+
+
+def verdict_of(rewards: Sequence[RewardSettings], named: str | None) -> str | None:
+    """The reward that says which completions are right: `verdict` of the recipe, else the first of `VERDICTS`, else none.
+
+    >>> verdict_of([RewardSettings(function="tags"), RewardSettings(function="exact", name="word")], None)
+    'word'
+    """
+    return named or next((one.name or one.function for one in rewards if one.function in VERDICTS), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -675,6 +688,9 @@ class Recipe:
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     rewards: tuple[RewardSettings, ...] = ()
+    verdict: str | None = None
+    """Name of the reward whose 1 says that a completion is right: accuracies, pass@k, solved groups and `data.retire` go by it.
+    Default: the first reward that is the built-in accuracy, exact or number; without one, evaluations report rewards alone."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     group: GroupSettings = field(default_factory=GroupSettings)

@@ -37,6 +37,7 @@ from groupwise.config.settings import (
     Recipe,
     TeacherSettings,
     is_online,
+    verdict_of,
 )
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import near_path, nearest
@@ -336,6 +337,11 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         for key, value in reward.args.items():
             if isinstance(value, str) and value.startswith(STAGE) and (wrong := wrong_model(value, earlier)):
                 yield (f"{at}args.{key}",), f"rewards.{place}.args.{key}: {wrong}"
+    known = [*names, *(["environment"] if not recipe.rewards else [])]
+    if recipe.verdict is not None and recipe.verdict not in known:
+        there = f"the rewards are {', '.join(known)}" if known else "there are no rewards"
+        message = f"verdict: there is no reward {recipe.verdict!r}{closest(recipe.verdict, known)}; {there}"
+        yield ("verdict", "rewards"), message
     if recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
         yield ("rewards.0.weight",), "every reward has weight 0: nothing would be learnt"
 
@@ -481,7 +487,10 @@ def _curriculum(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     data = recipe.data
     if (data.retire or data.curriculum) and not (is_online(recipe.objective) and _scored(recipe)):
         keys = ("data.retire", "data.curriculum", "objective")
-        yield keys, "data.retire and data.curriculum go by the first reward of sampled completions: there are none here"
+        yield keys, "data.retire and data.curriculum go by the verdict of sampled completions: there are none here"
+    elif (data.retire or data.curriculum) and verdict_of(recipe.rewards, recipe.verdict) is None:
+        message = "data.retire and data.curriculum go by the reward whose 1 says that a completion is right: name it, verdict: NAME"
+        yield ("data.retire", "data.curriculum", "verdict"), message
 
 
 def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Which prompts are visited again: those that are always solved are retired, those that are mostly solved come less often.
 
-A prompt's pass rate is the share of its last group's completions to which the first reward function gave 1: as in evaluation, a
-completion for which it said None is not one of them.
+A prompt's pass rate is the share of its last group's completions that are right by the verdict (`records.Scored.right`); one that
+it did not judge is not right.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import numpy as np
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.records import Prompt, Scored
-
-RIGHT = 1.0 - 1e-9
-"""A first reward at or above it counts as right."""
 
 
 class Curriculum(Order):
@@ -106,8 +103,7 @@ class Visits:
         for group in groups:
             self._sampled += sum(len(rollout) for rollout in group.rollouts)
             if isinstance(self.order, Curriculum) and group.names:
-                first = group.rewards[:, 0]
-                rate = float("nan") if np.isnan(first).all() else float((first >= RIGHT).mean())
+                rate = float("nan") if np.isnan(group.right).all() else float((group.right == 1.0).mean())
                 self.order.learn(self._rows[group.prompt.id.partition("/")[2]], rate)
 
     def account(self, kept: Sequence[Scored]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,12 @@ def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Sche
     for name, column in sorted(step.columns.items()):
         fields.append((f"update/{name}", per_token(values for group in column for values in group if values.size)))
     weights = step.groups[0].weights if step.groups else ()
-    about = {"reward_names": json.dumps(list(names)), "reward_weights": json.dumps(list(weights))}
+    verdict = step.groups[0].verdict if step.groups else None
+    about = {
+        "reward_names": json.dumps(list(names)),
+        "reward_weights": json.dumps(list(weights)),
+        "verdict": json.dumps(verdict),
+    }
     return pa.schema(fields, metadata={f"groupwise.{key}": value for key, value in about.items()})
 
 
@@ -153,7 +158,7 @@ def groups_of(table: pa.Table) -> tuple[list[Scored], Columns, Columns]:
     signals = [field.name for field in table.schema if field.name.startswith("signals/")]
     scored, advantages, current = [], [], []
     for rows in groups.values():
-        scored.append(_scored(rows, names, weights, signals, kinds))
+        scored.append(replace(_scored(rows, names, weights, signals, kinds), verdict=about.get("groupwise.verdict")))
         advantages.append([np.array(row["advantages"], kinds["advantages"]) for row in rows if row["advantages"] is not None])
         current.append([np.array(row["current_logp"], kinds["current_logp"]) for row in rows if row["current_logp"] is not None])
     return scored, advantages, current

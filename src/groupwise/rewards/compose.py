@@ -16,7 +16,7 @@ import numpy as np
 
 from groupwise.config.live_objects import LIVE, Live, missing
 from groupwise.config.recipes import demand_values
-from groupwise.config.settings import RewardSettings
+from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.errors import ConfigError, Findings, RewardError
 from groupwise.records import Episode, Prompt, Rollout, Scored, Step
 from groupwise.rewards.environment_states import EnvironmentState
@@ -38,9 +38,15 @@ RESERVED = ("prompt", "completion")
 
 
 def build_rewards(
-    settings: Sequence[RewardSettings | LiveReward | Callable[..., Any]], *, columns: Collection[str], tokenizer: Any = None
+    settings: Sequence[RewardSettings | LiveReward | Callable[..., Any]],
+    *,
+    columns: Collection[str],
+    tokenizer: Any = None,
+    verdict: str | None = None,
 ) -> Rewards:
     """Find and check every function that a recipe names; `columns` are those of the data rows, `tokenizer` is the policy's.
+
+    verdict: the name of the one whose 1 says that a completion is right; None: by `settings.verdict_of`.
 
     A function is a built-in (`registry.BUILTINS`), `module:function` or `path/to/file.py:function`, with TRL's signature
     `f(prompts, completions, **columns) -> list[float | None]` or `f(completion, answer) -> float | None`, plain or `async`.
@@ -96,8 +102,12 @@ def build_rewards(
                         live=itself,
                     )
                     rewards.append(reward)
+        with wrong.of("verdict"):
+            verdict = verdict_of([one for one, _ in asked], verdict)
+            if verdict is not None and verdict not in names:
+                raise ConfigError(f"verdict: there is no reward {verdict!r}; the rewards are {', '.join(names)}")
         wrong.settle()
-        return Rewards(rewards, offered, hosts)
+        return Rewards(rewards, offered, hosts, verdict)
     except BaseException:
         for host in hosts.values():
             host.kill()
@@ -176,8 +186,12 @@ class Judge(Protocol):
 class Rewards:
     """Reward functions and their weights.  Use it as a context manager, or call `close`, to end its workers early."""
 
-    def __init__(self, rewards: Sequence[Reward], columns: Collection[str], hosts: Mapping[Any, Host]) -> None:
+    def __init__(
+        self, rewards: Sequence[Reward], columns: Collection[str], hosts: Mapping[Any, Host], verdict: str | None = None
+    ) -> None:
         """Use `build_rewards`."""
+        self.verdict = verdict
+        """The function whose 1 says that a completion is right."""
         self._rewards = tuple(rewards)
         self._columns = tuple(columns)
         self._hosts = self._assign_hosts(hosts)
@@ -292,6 +306,7 @@ class Rewards:
                     signals={} if process is None else {"process": tuple(process[begin:end])},
                     logged=metrics,
                     extra={name: tuple(column[begin:end]) for name, column in columns.items()},
+                    verdict=self.verdict,
                 )
             )
         return scored

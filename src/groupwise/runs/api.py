@@ -112,6 +112,7 @@ def train(
     model: objects.Path | PreTrainedModel | Policy | objects.Section | settings.ModelSettings | None = None,
     data: objects.Path | objects.Rows | objects.Section | settings.DataSettings | None = None,
     rewards: objects.Reward | Sequence[objects.Reward] | None = None,
+    verdict: str | None = None,
     rollout: objects.Section | settings.RolloutSettings | None = None,
     environment: objects.Environment | objects.Section | settings.EnvironmentSettings | None = None,
     group: objects.Section | settings.GroupSettings | None = None,

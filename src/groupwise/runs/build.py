@@ -20,6 +20,7 @@ from groupwise.config.recipes import demand_values
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.order import Order
+from groupwise.data.tasks import breakdown_of
 from groupwise.environments.conversation import World
 from groupwise.models.loading import Blueprint
 from groupwise.models.lora import bare
@@ -197,7 +198,8 @@ def _judge(recipe: Recipe, engine: Engine, optimizer: Optimizer, prepared: Prepa
         judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: settings.prompts]
         if not judged or rewards is None or not rewards.names:
             return None
-        return evaluate(engine, rewards, judged, k=settings.k, sampling=sampling, seed=recipe.seed)
+        columns = breakdown_of(recipe.data.task)
+        return evaluate(engine, rewards, judged, k=settings.k, sampling=sampling, seed=recipe.seed, columns=columns)
 
     return judge
 

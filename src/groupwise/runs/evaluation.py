@@ -20,6 +20,7 @@ from groupwise.config.recipes import demand_values
 from groupwise.config.settings import CriticSettings, DataSettings, ModelSettings, Recipe, RewardSettings, TeacherSettings
 from groupwise.config.validation import STAGE, wrong_model
 from groupwise.data.load import load_data
+from groupwise.data.tasks import breakdown_of
 from groupwise.data.templates import Tools
 from groupwise.errors import ConfigError
 from groupwise.models.loading import Blueprint, load_policy
@@ -60,14 +61,9 @@ class EvalReport:
         lines = [
             f"{self.checkpoint}: {found.prompts} prompts, {found.k} samples each (± is half of a 95 % interval)",
             f"  {self.about}",
-            f"  greedy accuracy   {found.greedy}",
-            f"  sampled accuracy  {found.sampled}",
-            f"  {f'pass@{found.k}':16}  {found.pass_at_k}",
-            f"  mean reward       {found.reward}",
+            *(f"  {label:16}  {text}" for label, text in found.summary().items() if label != "tokens"),
             f"  mean length       {found.length:.1f} tokens, {found.truncated:.1%} truncated",
         ]
-        if len(found.by_function) > 1:
-            lines += [f"  {name:16}  {mean}" for name, mean in found.by_function.items()]
         for column, shares in found.by_column.items():
             lines.append(f"  greedy by {column}: " + ", ".join(f"{value} {share:.3f}" for value, share in shares.items()))
         return "\n".join(lines)
@@ -90,6 +86,7 @@ def evaluate(
     chat: bool | None = None,
     system: str | None = None,
     rewards: objects.Reward | Sequence[objects.Reward] | None = None,
+    verdict: str | None = None,
     environment: objects.Environment | objects.Section | None = None,
     k: int | None = None,
     temperature: float | None = None,
@@ -98,13 +95,16 @@ def evaluate(
     seed: int | None = None,
     overrides: Sequence[str] = (),
 ) -> EvalReport:
-    """Greedy accuracy, sampled accuracy and pass@k of a run, a checkpoint, a model folder or a hub name.
+    """Greedy accuracy, sampled accuracy and pass@k of a run, a checkpoint, a model folder or a hub name; rewards alone where no
+    reward function says what is right.
 
     A run's model is evaluated as the run evaluated itself: on what it held out, with its reward functions, environment, template,
     length and samples.  What is given replaces that.  Of a model that no run made data (or task) must be given.
     data: a file or hub name, or rows, all of which are used; of the rows that a run was trained on, those that it held out.
     task: a built-in task, whose held-out prompts are used.
-    rewards: functions that judge, as in `train`; a completion is right where the first of them gives 1.
+    rewards: functions that judge, as in `train`.
+    verdict: the name of the one whose 1 says that a completion is right; default: the run's, else the first that is the built-in
+    accuracy, exact or number.
     environment: as in `train`; an empty mapping: none.
     k: samples per prompt.   max_new_tokens: longest completion.   limit: first prompts only.   seed: of the samples.
     overrides: of the run's recipe, `KEY=VALUE`, e.g. of a secret that its config.yaml does not hold.
@@ -146,9 +146,11 @@ def evaluate(
             ends.callback(world.close)
         prove_engine(policy, NativeEngine, conversations=world is not None)
         engine = NativeEngine(policy, max_rows=ROWS if recipe is None else recipe.rollout.max_rows, world=world)
-        judge = ends.enter_context(build_rewards(functions, columns=list(prompts[0].row), tokenizer=policy.tokenizer))
+        row, verdict = prompts[0].row, verdict or (recipe.verdict if recipe is not None and rewards is None else None)
+        judge = ends.enter_context(build_rewards(functions, columns=list(row), tokenizer=policy.tokenizer, verdict=verdict))
         samples = _first(k, recipe and recipe.eval.k, SAMPLES)
-        found = judging.evaluate(engine, judge, prompts, k=samples, sampling=sampling, seed=drawn)
+        columns = breakdown_of(settings.task)
+        found = judging.evaluate(engine, judge, prompts, k=samples, sampling=sampling, seed=drawn, columns=columns)
         return EvalReport(path, _unfinished(path, model) + _about(origin, settings, judge.names, sampling), found)
 
 

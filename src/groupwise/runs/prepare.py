@@ -218,7 +218,8 @@ class Prepared:
         if not recipe.rewards and not algorithm.needs_reward:
             rewards = no_rewards()
         elif recipe.rewards or not scorers:
-            rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
+            columns = list(prompts.train[0].row)
+            rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
             with closed_on_error(rewards.close):
                 _check_credit(algorithm, rewards, source)
                 held += _judges(rewards)
@@ -265,7 +266,9 @@ class Prepared:
         lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
         lines += _held(recipe, blueprint, load, world)
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
-        rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
+        rewards = None
+        if columns:
+            rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
         if rewards is not None:
             with closed_on_error(rewards.close):
                 lines += _judges(rewards)

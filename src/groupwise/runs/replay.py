@@ -38,6 +38,7 @@ from groupwise.runs.plan import fitted
 from groupwise.runs.prepare import blueprint_of, sampling_of, shape_of
 from groupwise.runs.resume import REFERENCE, reader
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
+from groupwise.training.metric_table import find
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import minibatches, train_online
 from groupwise.training.samples import joined, weigh
@@ -534,7 +535,7 @@ def _figures(folder: Path, recorded: Step, again: Outcome, apart: str | None) ->
             then, now = ([c for group in found.groups for c in group.signals.get(name, ())] for found in (recorded, step))
             yield _figure(name, then, now, limit)
     for name, value in recorded.metrics.items():
-        if not name.startswith(TIMES):
+        if not name.startswith(TIMES) and find(name) is not None:
             found = step.metrics.get(name, math.nan)
             yield _figure(name, [np.array([value])], [np.array([found])], limit * max(1.0, abs(value)))
     saved = checkpoint.place(folder, recorded.number)

@@ -1,7 +1,8 @@
 """Evaluation on held-out prompts: greedy accuracy, sampled accuracy, mean reward, pass@k, each with its 95 % interval.
 
-A completion is right when the first reward function of the recipe gives it 1.  Evaluation has its own sampling settings and its
-own random streams; it leaves training exactly as it was.
+A completion is right when the recipe's verdict gives it 1 (`records.Scored.right`).  Rates are over the completions that it judged,
+and the others are counted; without a verdict there are no accuracies, only rewards.  Evaluation has its own sampling settings and
+its own random streams; it leaves training exactly as it was.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from groupwise.data.curriculum import RIGHT
 from groupwise.distributed import comm
 from groupwise.records import Prompt, Sampling, Scored
 from groupwise.rewards.compose import Judge
@@ -26,12 +26,17 @@ class Evaluation:
 
     prompts: int
     k: int
+    verdict: str | None
+    """The reward function that says what is right; None: there is none."""
     greedy: Estimate
-    """Share of prompts whose greedy completion is right."""
+    """Share of judged greedy completions that are right; NaN without a verdict."""
     sampled: Estimate
-    """Share of sampled completions that are right, averaged over prompts."""
+    """Share of judged samples that are right, averaged over prompts; NaN without a verdict."""
     pass_at_k: Estimate
-    """Probability that at least one of k samples is right (unbiased estimator of 2107.03374, equation 1, for k of k)."""
+    """Probability that at least one of k samples is right (unbiased estimator of 2107.03374, equation 1), averaged over the prompts
+    with at least k judged samples; NaN without a verdict."""
+    greedy_reward: Estimate
+    """Mean combined reward of the greedy completions."""
     reward: Estimate
     """Mean combined reward of the sampled completions."""
     length: float
@@ -40,32 +45,37 @@ class Evaluation:
     """Share of samples that hit the length limit."""
     by_function: Mapping[str, Estimate]
     """Mean of each reward function over the sampled completions, also of functions with weight 0."""
+    none: Mapping[str, float]
+    """Share of the samples that a reward function left out (None), of those functions that left any out."""
     by_column: Mapping[str, Mapping[str, float]]
-    """Greedy accuracy by the values of the data's breakdown columns (`operator`, `seen` ...)."""
+    """Greedy accuracy by the values of a task's breakdown columns."""
     groups: tuple[Scored, ...] = ()
     """The sampled completions."""
     answers: tuple[Scored, ...] = ()
     """The greedy completions, one to a group."""
 
     def metrics(self) -> dict[str, float]:
-        """Flat names, as the log keeps them under `eval/`."""
-        named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at_k, "reward": self.reward}
+        """Flat names, as the log keeps them under `eval/`.  What could not be computed has none."""
+        named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at_k}
+        named = (named if self.verdict is not None else {"greedy_reward": self.greedy_reward}) | {"reward": self.reward}
+        named = {name: estimate for name, estimate in named.items() if not math.isnan(estimate.mean)}
         flat = {name: estimate.mean for name, estimate in named.items()}
         flat |= {f"{name}/half_width": estimate.half for name, estimate in named.items()}
-        flat |= {f"rewards/{name}": estimate.mean for name, estimate in self.by_function.items()}
+        flat |= {f"rewards/{name}": estimate.mean for name, estimate in self.by_function.items() if not math.isnan(estimate.mean)}
         flat |= {"completions/mean_length": self.length, "completions/clipped_ratio": self.truncated}
+        flat |= {f"rewards/{name}/none": share for name, share in self.none.items()}
         for column, shares in self.by_column.items():
             flat |= {f"greedy/{column}={value}": share for value, share in shares.items()}
         return flat
 
     def summary(self) -> dict[str, str]:
-        """Label -> text, for tables.  Where the first reward is a score and not a verdict of 0 or 1, nothing is called right."""
-        firsts = np.concatenate([group.rewards[:, 0] for group in self.groups]) if self.groups else np.zeros(0)
-        verdict = bool(np.isin(firsts[~np.isnan(firsts)], (0.0, 1.0)).all())
+        """Label -> text, for tables."""
         right = {"greedy accuracy": self.greedy, "sampled accuracy": self.sampled, f"pass@{self.k}": self.pass_at_k}
-        shown = {label: str(estimate) for label, estimate in right.items()} if verdict else {}
+        rewards = {"greedy reward": self.greedy_reward} if self.verdict is None else right
+        shown = {label: str(estimate) for label, estimate in (rewards | {"mean reward": self.reward}).items()}
         several = {name: str(estimate) for name, estimate in self.by_function.items()} if len(self.by_function) > 1 else {}
-        return shown | {"mean reward": str(self.reward)} | several | {"tokens": f"{self.length:.1f}"}
+        left_out = {f"{name}: None": f"{share:.1%} of the samples" for name, share in self.none.items()}
+        return shown | several | left_out | {"tokens": f"{self.length:.1f}"}
 
 
 def pass_at(right: int, count: int, k: int) -> float:
@@ -88,32 +98,38 @@ def evaluate(
     sampling: Sampling,
     samples: int | None = None,
     seed: int = 0,
-    columns: Sequence[str] = ("operator", "seen"),
+    columns: Sequence[str] = (),
 ) -> Evaluation:
     """Greedy and sampled completions of held-out prompts, scored.
 
     sampling: of the sampled completions; the greedy ones use its length limit and stop strings.
     samples: completions per prompt from which pass@k is estimated, at least k; default k.
-    columns: data columns whose values get their own greedy accuracy, where the rows have them.
+    columns: data columns whose values get their own greedy accuracy.
     """
     count = samples or k
     greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     answers = _complete(engine, rewards, prompts, 1, greedy, seed)
     groups = _complete(engine, rewards, prompts, count, sampling, seed)
-    right = [int((group.rewards[:, 0] >= RIGHT).sum()) for group in groups]
+    right = [group.right[~np.isnan(group.right)] for group in groups]
+    greedy_right = [float(answer.right[0]) for answer in answers]
+    judged = [value for value in greedy_right if not math.isnan(value)]
     lengths = [int(rollout.trained.sum()) for group in groups for rollout in group.rollouts]
-    first = [float(answer.rewards[0, 0] >= RIGHT) for answer in answers]
+    rewards_NK = np.concatenate([np.zeros((0, len(rewards.names))), *(group.rewards for group in groups)])
+    none = dict(zip(rewards.names, np.isnan(rewards_NK).mean(0).tolist(), strict=True)) if groups else {}
     return Evaluation(
         prompts=len(prompts),
         k=k,
-        greedy=proportion(sum(first), len(first)),
-        sampled=mean([share / count for share in right]),
-        pass_at_k=mean([pass_at(share, count, k) for share in right]),
+        verdict=groups[0].verdict if groups else None,
+        greedy=proportion(sum(judged), len(judged)),
+        sampled=mean([float(one.mean()) for one in right if one.size]),
+        pass_at_k=mean([pass_at(int(one.sum()), one.size, k) for one in right if one.size >= k]),
+        greedy_reward=mean([float(answer.reward[0]) for answer in answers]),
         reward=mean([_mean(group.reward) for group in groups]),
         length=float(np.mean(lengths)) if lengths else math.nan,
         truncated=float(np.mean([rollout.truncated for group in groups for rollout in group.rollouts])) if groups else math.nan,
         by_function={name: mean([_mean(group.rewards[:, k]) for group in groups]) for k, name in enumerate(rewards.names)},
-        by_column={column: _by(column, prompts, first) for column in columns if prompts and column in prompts[0].row},
+        none={name: share for name, share in none.items() if share > 0.0},
+        by_column={column: _by(column, prompts, greedy_right) for column in columns} if judged else {},
         groups=tuple(groups),
         answers=tuple(answers),
     )
@@ -134,5 +150,6 @@ def _mean(values: np.ndarray) -> float:
 def _by(column: str, prompts: Sequence[Prompt], right: Sequence[float]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for prompt, hit in zip(prompts, right, strict=True):
-        values.setdefault(str(prompt.row[column]), []).append(hit)
+        if not math.isnan(hit):
+            values.setdefault(str(prompt.row[column]), []).append(hit)
     return {value: float(np.mean(hits)) for value, hits in sorted(values.items())}

@@ -74,10 +74,9 @@ METRICS: tuple[Section, ...] = (
                    "Prompts whose completions all got one reward. With a baseline of the group they give no gradient."
                    " With pass rate p expect p^G + (1 - p)^G.", "below 0.5"),
             Metric("groups/solved", "share", "groups whose completions are all right / groups with a verdict",
-                   "By the first reward function that"
-                   " gives verdicts of 0 or 1; not written where none does.", "not near 1"),
+                   "By the recipe's verdict; not written without one.", "not near 1"),
             Metric("groups/failed", "share", "groups without a right completion / groups with a verdict",
-                   "By the same verdicts.", "not near 1"),
+                   "By the same verdict.", "not near 1"),
             Metric("log/NAME", "yours", "mean over calls", "What reward functions logged by `log_metric`."),
             Metric("prompts", "prompts", "count", "Prompts drawn; above `group.prompts_per_step` where dead groups are refilled."),
             Metric("prompts/skipped", "prompts", "count since the start", "Visits left out (`data.curriculum`, `data.retire`)."),
@@ -234,20 +233,25 @@ METRICS: tuple[Section, ...] = (
     ),
     Section(
         "Held-out prompts",
-        "At evaluations, under `eval/`; with sampling settings of their own. A completion is right if the first reward function"
-        " gives it 1.",
+        "At evaluations, under `eval/`; with sampling settings of their own. A completion is right if the recipe's `verdict` gives"
+        " it 1; by default that is the first reward that is the built-in `accuracy`, `exact` or `number`. Rates are over the"
+        " completions that it judged. Without a verdict there are rewards alone.",
         (
-            Metric("eval/greedy", "share", "prompts whose greedy completion is right / prompts", "Greedy accuracy."),
-            Metric("eval/sampled", "share", "mean over prompts of right samples / k", "Sampled accuracy."),
+            Metric("eval/greedy", "share", "right greedy completions / judged ones", "Greedy accuracy."),
+            Metric("eval/sampled", "share", "mean over prompts of right samples / judged ones", "Sampled accuracy."),
             Metric("eval/pass@K", "share", "mean of 1 - C(n - c, k) / C(n, k); c right of n (2107.03374)",
-                   "Is one of k samples right?"),
+                   "Is one of k samples right? Over prompts with at least k judged samples."),
+            Metric("eval/greedy_reward", "yours", "mean combined reward of the greedy completions", "Without a verdict."),
             Metric("eval/reward", "yours", "mean combined reward of the samples", "Held-out reward."),
             Metric("eval/NAME/half_width", "as NAME", "half the 95 % interval: Wilson for shares, normal over prompts for means",
                    "How sure the figure is."),
             Metric("eval/rewards/NAME", "yours", "mean over samples", "One reward function."),
+            Metric("eval/rewards/NAME/none", "share", "samples with None / samples",
+                   "How often the function did not apply. Written only if it happened."),
             Metric("eval/completions/mean_length", "tokens", "mean n", "Length of the samples."),
             Metric("eval/completions/clipped_ratio", "share", "truncated samples / samples", "Share cut off."),
-            Metric("eval/greedy/COLUMN=VALUE", "share", "greedy accuracy of the rows with that value", "By a column of the data."),
+            Metric("eval/greedy/COLUMN=VALUE", "share", "greedy accuracy of the rows with that value",
+                   "By a column of a built-in task."),
         ),
     ),
 )  # fmt: skip

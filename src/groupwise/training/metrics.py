@@ -19,7 +19,6 @@ from groupwise.algorithms.kl_estimators import k1
 from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep
 from groupwise.algorithms.registry import Algorithm, options
 from groupwise.records import Finish, Sample, Scored
-from groupwise.training.evaluate import RIGHT
 from groupwise.training.samples import joined
 from groupwise.training.updating import Update, balance
 
@@ -84,22 +83,18 @@ def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
 
 
 def solved_metrics(groups: Sequence[Scored]) -> dict[str, float]:
-    """Shares of the groups whose completions are all right, and all wrong, by the first reward function that gives verdicts.
+    """Shares of the groups whose completions are all right, and all wrong, by the verdict; empty without one.
 
-    A verdict is 0 or 1; of functions that give other numbers nothing is known to be right, and where there is no other the result
-    is empty.  None is no verdict, so not right, and a group without any is not counted.  Groups that were drawn and dropped
-    (`dead_groups: refill`) are not seen.
+    None is no verdict, so not right, and a group without any is not counted.  Groups that were drawn and dropped (`dead_groups:
+    refill`) are not seen.
     """
-    for k in range(len(groups[0].names)):
-        columns = [column for group in groups if not np.isnan(column := group.rewards[:, k]).all()]
-        told = np.concatenate(columns) if columns else np.zeros(0)
-        if told.size and np.isin(told[~np.isnan(told)], (0.0, 1.0)).all():
-            right = [column >= RIGHT for column in columns]
-            return {
-                "groups/solved": float(np.mean([one.all() for one in right])),
-                "groups/failed": float(np.mean([not one.any() for one in right])),
-            }
-    return {}
+    judged = [group.right for group in groups if not np.isnan(group.right).all()]
+    if not judged:
+        return {}
+    return {
+        "groups/solved": float(np.mean([(right_G == 1.0).all() for right_G in judged])),
+        "groups/failed": float(np.mean([not (right_G == 1.0).any() for right_G in judged])),
+    }
 
 
 def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:

@@ -28,7 +28,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
     chat = "apply the chat template to string prompts, or do not"
     command.add_argument("--chat", action=argparse.BooleanOptionalAction, help=chat)
     command.add_argument("--system", metavar="TEXT", help="system message")
-    command.add_argument("--reward", action="append", metavar="NAME", help="what says what is right; several: the first does")
+    command.add_argument("--reward", action="append", metavar="NAME", help="a reward function, by name; may be repeated")
+    command.add_argument("--verdict", metavar="NAME", help="the reward whose 1 says that a completion is right")
     typed.environment(command)
     command.add_argument("--k", type=typed.positive, metavar="N", help="sampled completions per prompt")
     command.add_argument("--temperature", type=float, metavar="T", help="of those samples")
@@ -60,6 +61,7 @@ def run(given: argparse.Namespace) -> int:
         chat=given.chat,
         system=given.system,
         rewards=given.reward,
+        verdict=given.verdict,
         environment=typed.pairs(given.environment, "--environment") or None,
         k=given.k,
         temperature=given.temperature,

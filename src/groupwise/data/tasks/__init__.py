@@ -36,6 +36,15 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
+def breakdown_of(name: str | None) -> tuple[str, ...]:
+    """The columns of a built-in task for whose values evaluations report accuracies of their own.
+
+    >>> breakdown_of("arithmetic"), breakdown_of("addition"), breakdown_of(None)
+    (('operator',), (), ())
+    """
+    return getattr(TASKS.get(name or ""), "breakdown", ())
+
+
 def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
     """The built-in task `name`, or one's own (`module:NAME`), with its keyword arguments (`data.task_args`).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
 from groupwise.data.tasks.base import Generated, Row, check_count, check_share
 from groupwise.data.tasks.expressions import decimal, evaluate, operator_of, parse
@@ -23,6 +24,8 @@ class Arithmetic(Generated):
     >>> Arithmetic(blurt=0.0, slip=0.0).completion({"prompt": "48*7", "answer": "336"}, random.Random(0))
     '<think>8*7=56,4*7+5=33</think>\\boxed{336}'
     """
+
+    breakdown: ClassVar = ("operator",)
 
     mixed: float = 0.15
     """Share of the questions with two operations."""

@@ -21,7 +21,8 @@ HELD_OUT = 26 / 256
 
 
 class Task(Protocol):
-    """A source of rows.  The same arguments give the same rows."""
+    """A source of rows.  The same arguments give the same rows.  It may have `breakdown`: names of columns, for whose values
+    evaluations report accuracies of their own."""
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
         """`n` rows with prompt, completion and answer; prompts and answers may repeat, completions may be wrong."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import ClassVar
 
 from groupwise.data.sources import missing_column, read_rows
 from groupwise.data.split import hash_share
@@ -34,6 +35,8 @@ class Gsm8kArithmetic:
 
     Where there is no written method, or it is longer than `longest` characters, the demonstrator blurts the answer.
     """
+
+    breakdown: ClassVar = ("operator", "seen")
 
     train: str = HUB
     """GSM8K's train.jsonl, or a hub name (its split `train` is read)."""
