@@ -13,7 +13,7 @@ from groupwise.cli.score import score_file, visible
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.math_checker import Checker, shared_checker
-from groupwise.rewards.workers import Worker
+from groupwise.utils.processes import Process
 
 ROWS = [
     {"prompt": "2+2=", "completion": r"\boxed{4}", "answer": "4", "completion_ids": [1, 2, 3]},
@@ -82,20 +82,20 @@ def test_a_slow_call_is_named_and_a_workers_start_is_none(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     passed = [0.0]
     real = time.monotonic
-    monkeypatch.setattr("groupwise.rewards.workers.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
+    monkeypatch.setattr("groupwise.utils.processes.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
     monkeypatch.setattr("groupwise.rewards.compose.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
     monkeypatch.setattr("groupwise.rewards.math_checker._shared", None)
-    ready, compare = Worker.ready, Checker.compare
+    ready, compare = Process.ready, Checker.compare
 
-    def start(worker):
-        ready(worker)
-        passed[0] += 10_000.0
+    def start(process):
+        passed[0] += 0.0 if process._begun is None else 10_000.0
+        ready(process)
 
     def computed(checker, pairs):
         passed[0] += 3_000.0
         return compare(checker, pairs)
 
-    monkeypatch.setattr(Worker, "ready", start)
+    monkeypatch.setattr(Process, "ready", start)
     monkeypatch.setattr(Checker, "compare", computed)
     rows = [{"prompt": "x", "completion": rf"\boxed{{x+{n}}}", "answer": r"\frac{x}{1}+2"} for n in (1, 2)]
     (tmp_path / "own_reward.py").write_text("def f(completions): return [1.0] * len(completions)")

@@ -8,9 +8,9 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -27,10 +27,11 @@ from groupwise.environments import episodes, workers
 from groupwise.environments.environment import Result
 from groupwise.environments.episodes import truncated
 from groupwise.environments.side_by_side import Loop
-from groupwise.environments.worker_process import Instance, _grow_up
+from groupwise.environments.worker_process import Instance
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
-from groupwise.rewards.worker_process import LINUX, _descendants
+from groupwise.utils.process_main import LINUX, descendants
+from groupwise.utils.processes import Died
 
 ADD, LATER = "my_tools.py:add", "my_tools.py:later"
 BOTH = pytest.mark.parametrize("runs", ["process", "thread"])
@@ -121,16 +122,16 @@ class AtItsEnd:
     def __init__(self, place: workers.Place, happens: Callable[[], None]) -> None:
         self.place, self.happens, self.left = place, happens, False
 
-    def ask(self, *request: Any) -> Any:
-        yield from self.place.ask(*request)
+    def ask(self, *request: Any, **limits: Any) -> Any:
+        yield from self.place.ask(*request, **limits)
         self.happens()
 
-    def waits(self) -> bool:
-        return self.place.waits()
+    def alive(self) -> bool:
+        return self.place.alive()
 
-    def leave(self) -> None:
+    def kill(self) -> None:
         self.left = True
-        self.place.leave()
+        self.place.kill()
 
 
 @pytest.mark.parametrize("ends", ["conversation", "rooms"])
@@ -284,16 +285,16 @@ def test_an_episode_whose_time_is_over_before_it_begins_ends(table: Callable[...
     assert talk.close(reply.finish).reward is None
 
 
-@pytest.mark.parametrize(("seconds", "error"), [(-1.0, workers.Lost), (1e300, OverflowError)])
+@pytest.mark.parametrize(("seconds", "error"), [(-1.0, TimeoutError), (1e300, OverflowError)])
 def test_a_thread_whose_answer_nobody_took_is_asked_nothing_more(seconds: float, error: type[Exception]) -> None:
     """The answer would be taken for that to the next request."""
     asked = threading.Event()
-    place = workers.ThreadPlace(Instance({"wait": asked.wait}, None, {}))
+    place = workers.Thread(Instance({"wait": asked.wait}, None, {}))
     with pytest.raises(error):
-        next(iter(place.ask(("call", [("wait", {})], 1.0), seconds)))
+        next(place.ask("call", [("wait", {})], 1.0, seconds=seconds))
     asked.set()
-    with pytest.raises(workers.Lost, match="it has been ended"):
-        next(iter(place.ask(("end", False), 60.0)))
+    with pytest.raises(Died, match="it has been ended"):
+        next(place.ask("end", False, seconds=60.0))
 
 
 def test_trap_9_a_turn_that_was_cut_is_not_carried_out(table: Callable[..., Any]) -> None:
@@ -551,9 +552,9 @@ def test_environments_end_with_the_process_that_forked_them(table: Callable[...,
     """Whoever above them is killed, with a signal that it does not hear."""
     at = table(factory="my_tools.py:Counter", tool_timeout=600.0)
     talk, _ = at.begin(start=1)
-    supervisor = at.world.source._fork_server._worker._process.pid
-    worker, *forks = _descendants(supervisor)
-    assert forks and all(map(running, forks))
+    supervisor = at.world.source._process._process.pid
+    worker, *forks = filter(running, descendants(supervisor))
+    assert len(forks) >= 2, "the supervisor of a fork, and the fork"
     waiting = at.later(talk, call("wait_forever"))
     os.kill(supervisor, signal.SIGKILL)
     assert waiting.result(timeout=60).finish is Finish.ERROR
@@ -563,38 +564,33 @@ def test_environments_end_with_the_process_that_forked_them(table: Callable[...,
     assert not any(map(running, (worker, *forks)))
 
 
-@pytest.mark.skipif(not LINUX, reason="only Linux tells a process that its parent has ended")
-def test_a_fork_whose_parent_has_ended_before_it_asks_serves_nobody(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "forks"))
-        listener.listen()
-        if (child := os.fork()) == 0:
-            try:
-                _grow_up(str(tmp_path / "forks"), Instance({}, None, {}), 0, above=os.getpid())  # somebody else than its parent
-            finally:
-                os._exit(70)
-        give_up = time.monotonic() + 60
-        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < give_up:
-            time.sleep(0.01)
-        if not ended[0]:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        assert ended == (child, 1 << 8)
+def test_a_tool_that_forks_and_hangs_leaves_nothing(table: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
+    """No process, also of a session of its own, and no file among the temporary ones."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    at = table(tools=("odd_tools.py:fork_and_hang",), tool_timeout=1.0)
+    talk, _ = at.begin()
+    at.say(talk, call("fork_and_hang", path=str(tmp_path / "pid")))
+    (one,) = talk.close(Finish.LENGTH).turns[0].calls
+    assert one.failure == "timeout"
+    started = [int(line) for line in (tmp_path / "pid").read_text().split()]
+    give_up = time.monotonic() + 60
+    while any(map(running, started)) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert len(started) == 2 and not any(map(running, started))
+    assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_a_fork_that_fails_leaves_no_connection(table: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither side of it: its worker is ended, and what was accepted is closed."""
-    at = table(factory="my_tools.py:Counter")
-    accepted, accept = [], socket.socket.accept
-
-    def ended(*_: object) -> bytes:
-        raise EOFError
-
-    monkeypatch.setattr(socket.socket, "accept", lambda listener: accepted.append(accept(listener)) or accepted[-1])
-    monkeypatch.setattr(workers, "receive", ended)
-    with pytest.raises(EnvironmentFailure, match="cannot fork"):
-        at.begin(start=1)
-    assert [channel.fileno() for channel, _ in accepted] == [-1]
+def test_what_a_tool_prints_is_bounded_and_counted(table: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
+    at = table(tools=("odd_tools.py:print_megabytes",))
+    for index in range(4):
+        talk, _ = at.begin(index)
+        at.say(talk, call("print_megabytes", count=5))
+        assert talk.close(Finish.LENGTH).turns[0].calls[0].result == "5"
+    at.world.close()
+    shown = capfd.readouterr().err
+    assert len(shown) < 2_000_000
+    assert "bytes that worker processes printed were left out]" in shown
 
 
 def test_objects_can_be_run_in_processes_too(table: Callable[..., Any]) -> None:

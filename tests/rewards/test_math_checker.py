@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from groupwise.rewards.answers import read_number
-from groupwise.rewards.math_checker import WALL_SECONDS, Checker
-from groupwise.rewards.workers import Outcome
+from groupwise.rewards.math_checker import Checker
+from groupwise.utils.processes import Died
 
 HOSTILE = [
     "9^{9^{9^{9}}}", "10^{10^{10}}", "99999999!", "(9999999!)!", r"\binom{10^8}{5*10^7}",
@@ -149,7 +149,7 @@ def test_a_hostile_gold_is_none_and_a_hostile_answer_is_wrong(monkeypatch):
         assert checker.recompute(["99999999!", r"\sqrt{2}", "1,234"]) == [None, 1.0, 1.0]  # M2
 
 
-@pytest.mark.parametrize(("below", "ended"), [(2, Outcome(failure="died")), (3, Outcome(failure="timeout", seconds=WALL_SECONDS))])
+@pytest.mark.parametrize(("below", "ended"), [(2, Died("no memory")), (3, TimeoutError())])
 def test_a_comparison_that_something_else_has_ended_is_made_again(checker, monkeypatch, below, ended):
     """The machine stood still, or its memory went to somebody else: the right answer stays right, now and from the cache."""
     real, asked = checker.pool.map, list[int]()
@@ -202,7 +202,7 @@ def test_m01_hostile_answers_end_on_time_from_everywhere(where, monkeypatch):
         asyncio.run(inside())
     assert found == [[0.0] * len(pairs)]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
-    pids = [worker._process.pid for worker in checker.pool._idle]
+    pids = [process._process.pid for process, _ in checker.pool._idle]
     checker.pool.close()
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from groupwise.environments.endpoint import Desk
 from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
-from groupwise.rewards.worker_process import told
+from groupwise.utils.process_main import told
 from groupwise.utils.secrets import environment_of_others
 
 Finished = Callable[[float | None, str], None]

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from groupwise.rewards.worker_process import told
+from groupwise.utils.process_main import told
 
 
 class Loop:

@@ -13,17 +13,14 @@ import math
 import os
 import random
 import re
-import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError, EnvironmentFailure
-from groupwise.rewards import worker_process
 from groupwise.rewards.user_functions import asynchronous, find_named
-from groupwise.rewards.worker_process import told
+from groupwise.utils.process_main import told
 
 if TYPE_CHECKING:
     from groupwise.environments.side_by_side import Loop
@@ -69,7 +66,7 @@ class Instance:
         from groupwise.environments.schemas import name_of, schema_of
 
         functions = list(self._functions.items())
-        facts: dict[str, Any] = {"steps": False, "rewarded": False, "class": name}
+        facts: dict[str, Any] = {"steps": False, "rewarded": False, "resets": self._factory is not None, "class": name}
         if self._factory is not None:
             made = self._make()
             facts |= {"class": type(made).__name__, "rewarded": callable(getattr(made, "get_reward", None))}
@@ -78,7 +75,6 @@ class Instance:
                     raise ConfigError(f"the environment {name!r} ({type(made).__name__}) has no method {method}()")
             facts["steps"] = interface == "step" or (interface is None and callable(getattr(made, "step", None)))
             facts["rewarded"] |= facts["steps"]
-            facts["resets"], facts["resets_all"] = _parameters(made.reset)
             functions += [] if facts["steps"] else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
             self.end(False)
         schemas = [schema_of(function, tool) for tool, function in functions]
@@ -262,16 +258,16 @@ def _number(value: Any) -> float | None:
 # ---------------------------------------------------------------- a process of its own
 
 
-def fork_server(
-    address: str,
+def serve_environments(
     tools: Sequence[str],
     factories: Mapping[str, str],
     args: Mapping[str, Any],
     given: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """In a worker: imports what is named, and from then on answers by forking: each fork is an `Instance` that is killed alone.
+    """In a process: imports what is named.  The process is forked, and each fork is asked first to `begin`: from then on an
+    `Instance` answers.
 
-    address: of the Unix socket to which forks connect.   given: functions and classes that are not found by name.
+    given: functions and classes that are not found by name.
     """
     import numpy.random  # every fork seeds it, also for what imports numpy only when it is called  # noqa: F401
 
@@ -280,22 +276,19 @@ def fork_server(
     makers = {name: find_named(spec, "environment", known) for name, spec in factories.items()}
     if any(map(_waits, [*functions.values(), *makers.values()])):
         import groupwise.environments.side_by_side  # here, not in every fork  # noqa: F401
-    children: set[int] = set()
-    above = os.getpid()
+    begun: list[Instance] = []
 
-    def answer(what: str, *request: Any) -> int:
-        if what == "reap":
-            (child,) = request
-            if child in children:  # what has not been reaped cannot be somebody else
-                _end(child)
-                children.discard(child)
-            return child
+    def answer(what: str, *request: Any) -> Any:
+        if what != "begin":
+            return begun[0].answer(what, *request)
         name, seed = request
-        child = os.fork()
-        if child == 0:
-            _grow_up(address, Instance(functions, makers.get(name), args if name in makers else {}), seed, above)
-        children.add(child)
-        return child
+        _seed(seed)
+        instance = Instance(functions, makers.get(name), args if name in makers else {})
+        if instance.shared:
+            with contextlib.suppress(OSError):
+                instance.home = os.getcwd()
+        begun.append(instance)
+        return None
 
     return answer
 
@@ -304,30 +297,6 @@ def _waits(function: Callable[..., Any]) -> bool:
     """True of an asynchronous tool, and of a class with an asynchronous method."""
     bases = function.__mro__ if inspect.isclass(function) else ()
     return asynchronous(function) or any(inspect.iscoroutinefunction(one) for base in bases for one in vars(base).values())
-
-
-def _end(child: int) -> None:
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)
-
-
-def _grow_up(address: str, instance: Instance, seed: int, above: int) -> NoReturn:
-    """The life of a fork: it serves one connection, and ends with it or with its parent."""
-    try:
-        if instance.shared:
-            with contextlib.suppress(OSError):
-                instance.home = os.getcwd()
-        os.setpgid(0, 0)
-        worker_process.end_with_parent(above)
-        _seed(seed)
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel.connect(address)
-        worker_process.serve(channel, lambda: instance.answer, {})
-    finally:
-        os._exit(70)
 
 
 def _seed(seed: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.rewards.returned import validated
 from groupwise.rewards.trainer_state import Notes, joined
-from groupwise.rewards.worker_process import told
+from groupwise.utils.process_main import told
 
 if TYPE_CHECKING:
     from groupwise.rewards.functions import Unit

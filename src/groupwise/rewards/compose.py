@@ -22,13 +22,14 @@ from groupwise.records import Episode, Prompt, Rollout, Scored, Step
 from groupwise.rewards.environment_states import EnvironmentState
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
 from groupwise.rewards.functions import Functions, Unit
+from groupwise.rewards.outcomes import Outcome, failed
 from groupwise.rewards.returned import describe_failure, described, validated
 from groupwise.rewards.step_signals import step_signal
 from groupwise.rewards.thread import Thread
 from groupwise.rewards.timeouts import DEFAULT_SECONDS, SECONDS_EACH, too_late
 from groupwise.rewards.trainer_state import TOLD, TrainerState
 from groupwise.rewards.worker_calls import Answers, Host, Task, finish
-from groupwise.rewards.workers import STARTS, Outcome, failed
+from groupwise.utils.processes import STARTS
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)

@@ -20,7 +20,7 @@ from groupwise.rewards.returned import validated
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.trainer_state import Notes, TrainerState
 from groupwise.rewards.user_functions import find_named, read_signature
-from groupwise.rewards.worker_process import told
+from groupwise.utils.process_main import told
 
 if TYPE_CHECKING:
     from groupwise.rewards.asynchronous import SideBySide
@@ -101,7 +101,7 @@ class Functions:
     """Reward functions by name.  Messages are lists `[unit, kind, what]`:
 
     `row`: value of the next completion, its seconds, and what it logged (`trainer_state.Notes.told`).  `values`: of all
-    completions, those that were late, seconds, and what was logged.  `failed`: an exception in words (`worker_process.told`), with
+    completions, those that were late, seconds, and what was logged.  `failed`: an exception in words (`process_main.told`), with
     the completion's label where it is known; ends the unit.
     """
 

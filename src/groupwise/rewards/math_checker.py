@@ -16,7 +16,7 @@ from typing import Any
 from groupwise.errors import RewardError
 from groupwise.rewards.answers import LONGEST_ANSWER, numbers_equal, read_number
 from groupwise.rewards.verdicts import Undecided, decide, is_words
-from groupwise.rewards.workers import Outcome, Pool
+from groupwise.utils.processes import Died, NotStarted, Pool
 
 CPU_SECONDS = 2.0
 """Processor time for one comparison.  An ordinary one takes 1 to 30 ms."""
@@ -66,9 +66,10 @@ class Checker:
         known: dict[Pair, float | None] = {}
         readable: dict[str, bool] = {}
         for (gold, answer), outcome in zip(unknown, self._outcomes(unknown), strict=True):
-            if outcome.failure and gold not in readable:  # whose fault?  If the gold compares with a 1 in time, the answer's.
-                readable[gold] = self.pool.run(gold, "1").value is not None
-            known[gold, answer] = (0.0 if readable[gold] else None) if outcome.failure else outcome.value
+            failed = isinstance(outcome, Exception)
+            if failed and gold not in readable:  # whose fault?  If the gold compares with a 1 in time, the answer's.
+                readable[gold] = isinstance(self._outcomes([(gold, "1")])[0], float)
+            known[gold, answer] = (0.0 if readable[gold] else None) if failed else outcome
         self._remember(known)
         return [known[pair] if verdict is _UNKNOWN else verdict for pair, verdict in zip(pairs, verdicts, strict=True)]
 
@@ -80,18 +81,23 @@ class Checker:
         # Equal expressions are recognised without evaluating them, so a gold has to survive a comparison with a 1 too.
         outcomes = self._outcomes([(gold, other) for gold in asked for other in (gold, "1")])
         verdicts = {
-            gold: None if other.value is None else same.value
+            gold: same if isinstance(same, float) and isinstance(other, float) else None
             for gold, same, other in zip(asked, outcomes[::2], outcomes[1::2], strict=True)
         }
         return [verdicts[g] if g in verdicts else None if read_number(g) is None else 1.0 for g in golds]
 
-    def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
-        """How the comparisons ended.  One that died or met the wall clock is made again: memory or a machine that stood still may
-        have ended it, and not its answer."""
-        found = self.pool.map(pairs)
-        broken = [place for place, one in enumerate(found) if one.failure == "died" or one.seconds >= WALL_SECONDS]
-        for place, again in zip(broken, self.pool.map([pairs[place] for place in broken]), strict=True):
-            found[place] = again
+    def _outcomes(self, pairs: Sequence[Pair]) -> list[Any]:
+        """What the comparisons gave, or raised.  One that died or met the wall clock is made again: memory or a machine that stood
+        still may have ended it, and not its answer."""
+        try:
+            found = self.pool.map(pairs)
+            broken = [
+                place for place, one in enumerate(found) if isinstance(one, TimeoutError) or (isinstance(one, Died) and not one.cpu)
+            ]
+            for place, again in zip(broken, self.pool.map([pairs[place] for place in broken]), strict=True):
+                found[place] = again
+        except NotStarted as error:
+            raise RewardError(f"the worker process that compares answers could not start: {error}") from error.__cause__
         return found
 
     def _at_once(self, gold: str, answer: str | None) -> Any:

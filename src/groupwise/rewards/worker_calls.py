@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import timeouts
 from groupwise.rewards.functions import Unit
+from groupwise.rewards.outcomes import Outcome
 from groupwise.rewards.trainer_state import joined
-from groupwise.rewards.workers import Failed, Function, Outcome, Traceback, Worker, WorkerGone
-
-SEND_SECONDS = 60.0
+from groupwise.utils.process_main import Function
+from groupwise.utils.processes import SEND_SECONDS, Died, NotStarted, Process, Raised, Traceback
 
 
 class Host:
@@ -36,25 +36,35 @@ class Host:
         self.specs: tuple[str, ...] = ()
         """Functions that are imported while it starts."""
         self.folder = os.getcwd()
-        self.worker: Worker | None = None
+        self.worker: Process | None = None
         self._owner = os.getpid()
 
-    def start(self) -> Worker:
+    def start(self) -> Process:
         """Begin to start, if it does not run."""
         if self._owner != os.getpid():  # a fork of the parent must not talk to the parent's workers
             self.worker, self._owner = None, os.getpid()
         if self.worker is not None and not self.worker.alive():
             self.kill()
         if self.worker is None:
-            target = "groupwise.rewards.functions:worker" if self.live is None else self.live
-            self.worker = Worker(target, () if self.live is not None else (self.specs,), folder=self.folder)
+            if self.live is None:
+                self.worker = Process("groupwise.rewards.functions:worker", self.specs, folder=self.folder)
+            else:
+                self.worker = Process(self.live, folder=self.folder)
         return self.worker
 
-    def ready(self) -> Worker:
-        """Start, and wait until it is."""
+    def ready(self) -> Process:
+        """Start, and wait until it is.  Raises RewardError."""
         worker = self.start()
-        worker.ready()
+        try:
+            worker.ready()
+        except NotStarted as error:
+            raise RewardError(f"the worker process of {self.named} could not start: {error}") from error.__cause__
         return worker
+
+    @property
+    def named(self) -> str:
+        """What it serves, for messages."""
+        return "a function of this process" if self.live is not None else ", ".join(self.specs) or "reward functions"
 
     def describe(self, functions: Sequence[tuple[str, str, dict[str, Any], Sequence[str]]]) -> list[dict[str, Any]]:
         """Import functions, given as name, name in the log, arguments and columns; signatures, or what is wrong with them.
@@ -63,16 +73,14 @@ class Host:
         """
         specs = ", ".join(repr(one[0]) for one in functions)
         try:
-            worker = self.ready()
-            deadline = time.monotonic() + timeouts.DEFAULT_SECONDS
-            worker.request(pickle.dumps(("describe", *functions)), deadline)
-            return worker.receive(deadline)
-        except WorkerGone as gone:
-            ended = gone.outcome.message or f"it did not end within {timeouts.DEFAULT_SECONDS:g} s"
+            return self.ready().call("describe", *functions, seconds=timeouts.DEFAULT_SECONDS)
+        except TimeoutError:
+            ended = f"it did not end within {timeouts.DEFAULT_SECONDS:g} s"
             raise ConfigError(f"reward function {specs}: cannot be imported: {ended}") from None
-        except Failed as failed:
-            said = failed.outcome
-            raise ConfigError(f"reward function {specs}: cannot be imported: {said.kind}: {said.message}") from said.cause
+        except Died as died:
+            raise ConfigError(f"reward function {specs}: cannot be imported: {died}") from None
+        except Raised as error:
+            raise ConfigError(f"reward function {specs}: cannot be imported: {error.kind}: {error.message}") from error.__cause__
 
     def kill(self) -> None:
         """Kill the worker, if there is one."""
@@ -173,7 +181,7 @@ class Task(Answers):
         worker = self.host.ready()
         units = [self.units[n].after(len(self._rows[n])) if self._rows[n] else self.units[n] for n in self._sent]
         with self._watched():
-            worker.request(pickle.dumps(("call", *units)), time.monotonic() + SEND_SECONDS)
+            worker.request(pickle.dumps(("call", *units)))
         self._wait()
 
     def read(self) -> None:
@@ -209,14 +217,15 @@ class Task(Answers):
         """While inside, the death of the worker is recorded as the outcome of the call."""
         try:
             yield
-        except (WorkerGone, Failed) as end:
+        except (TimeoutError, Died, Raised) as error:
             self.host.kill()
-            self._end(self._running(self._sent)[0], "died", end.outcome.message or "its process does not answer")
+            why = "its process does not answer" if isinstance(error, TimeoutError) else str(error)
+            self._end(self._running(self._sent)[0], "died", why)
 
 
 def finish(tasks: Sequence[Task]) -> None:
     """Wait until every call has ended, or one has failed: then the others are killed, and have no outcome."""
-    selector, registered = selectors.DefaultSelector(), dict[Task, Worker | None]()
+    selector, registered = selectors.DefaultSelector(), dict[Task, Process | None]()
     try:
         while not any(task.failed for task in tasks):
             waiting = {task: task.host.worker for task in tasks if not task.done}

@@ -4,7 +4,9 @@ import asyncio
 import enum
 import functools
 import os
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import Literal, Optional
 
@@ -258,3 +260,29 @@ class BadReset:
     def look(self) -> str:
         """Look."""
         return "nothing"
+
+
+def fork_and_hang(path: str) -> str:
+    """Leave processes behind, and hang.
+
+    Args:
+        path: Where their numbers go.
+    """
+    for session in (False, True):
+        child = subprocess.Popen(["sleep", "3600"], start_new_session=session)
+        with open(path, "a") as file:
+            print(child.pid, file=file)
+    if os.fork() == 0:
+        time.sleep(3600)
+    time.sleep(3600)
+    return ""
+
+
+def print_megabytes(count: int) -> int:
+    """Print much.
+
+    Args:
+        count: How many megabytes.
+    """
+    print("x" * 999_999 * count)
+    return count

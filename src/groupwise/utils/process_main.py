@@ -1,8 +1,10 @@
-"""The code of a worker process: a worker that serves calls on its main thread, and a supervisor above it that ends it.
+"""What runs in a worker process (`processes.py`): a worker that answers requests on its main thread, under a supervisor.
 
 The supervisor runs no user code.  It waits until the worker ends or the parent closes the lifeline (which every death of the parent
 does), then kills the worker and all its descendants, also those in sessions of their own, and exits with the worker's status.  Only
-Linux can adopt orphans; elsewhere the worker's process group is killed.
+Linux can adopt orphans; elsewhere the worker's process group is killed.  A fork of a worker has a supervisor of its own.
+
+What workers print goes through the supervisor to standard error, so much of it as `Output` lets pass.
 
 This file imports little: it is what every worker starts with.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import inspect
 import json
@@ -28,10 +31,12 @@ from typing import Any, NoReturn
 
 LONGEST_ANSWER = 1 << 28
 """Bytes; a worker that announces more is taken for broken."""
+PRINTED = 1 << 18
+"""Bytes that a worker and its forks may print at once."""
+PRINTED_EACH_SECOND = 1 << 14
+"""... and so many more in each second after that."""
 LINUX = sys.platform.startswith("linux")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-FOR_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that launchers, schedulers and terminals send to every process of a run."""
 Function = Callable[..., Any]
 channel_of_this: socket.socket | None = None
 """The worker's end of its connection: a process that it forks lets go of it."""
@@ -54,18 +59,28 @@ def main() -> NoReturn:
     def build(*setup: Any) -> Function:
         return getattr(importlib.import_module(module), name)(*setup)
 
-    supervise(lifeline, channel, build, json.loads(sys.argv[4]))
+    supervise_worker(lifeline, channel, build, json.loads(sys.argv[4]))
+
+
+def supervise_worker(
+    lifeline: socket.socket, channel: socket.socket, build: Callable[..., Function], options: Mapping[str, Any]
+) -> NoReturn:
+    """A worker that calls `build` with the first request; what that returns answers the others.  options: see `Process`."""
+    supervise(lifeline, lambda: serve(channel, build, options), [channel], Output(2) if not options.get("quiet") else None)
 
 
 def supervise(
-    lifeline: socket.socket, channel: socket.socket, build: Callable[..., Function], options: Mapping[str, Any]
+    lifeline: socket.socket, work: Callable[[], NoReturn], others: list[socket.socket], output: Output | None = None
 ) -> NoReturn:
-    """Fork the worker, wait for its end or the parent's, kill what is left, and end as the worker did."""
+    """Fork a process that works, wait for its end or the parent's, kill what is left, and end as it did.
+
+    others: sockets that are the worker's alone.   output: takes what it prints.
+    """
     adopts = LINUX and _prctl(PR_SET_CHILD_SUBREAPER, 1)
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
-    for number in (*FOR_ALL, signal.SIGCHLD):  # the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # launchers send the first two to all; the parent decides
         signal.signal(number, _nothing)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     above = os.getpid()
@@ -75,18 +90,25 @@ def supervise(
         os.close(reader)
         os.close(writer)
         lifeline.close()
+        if output is not None:
+            output.become()
         _be_a_worker(above)
-        serve(channel, build, options)
-    channel.close()
+        work()
+    for one in others:
+        one.close()
     waiting = select.poll()
     waiting.register(lifeline, select.POLLIN)
     waiting.register(reader, select.POLLIN)
+    if output is not None:
+        waiting.register(output.open(), select.POLLIN)
     status: int | None = None
     while status is None:
         ready = {descriptor for descriptor, _ in waiting.poll()}
         if reader in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(reader, 4096)
+        if output is not None and output.reader in ready and not output.pass_on():
+            waiting.unregister(output.reader)
         status = _reap().get(worker)
         if lifeline.fileno() in ready:  # nothing is ever sent: this is its end
             break
@@ -94,6 +116,8 @@ def supervise(
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker, signal.SIGKILL)
     left = _end_all(worker) if adopts or status is None else None
+    if output is not None:
+        output.close()
     found = next((one for one in (status, left) if one is not None), int(signal.SIGKILL))
     code = os.waitstatus_to_exitcode(found)
     if code < 0:
@@ -101,6 +125,70 @@ def supervise(
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+class Output:
+    """A pipe into which a worker and its descendants print, and what passes from it to a file.
+
+    A descriptor to which nothing can be written at the moment holds nobody up.
+    """
+
+    def __init__(self, file: int) -> None:
+        """file: descriptor of the file."""
+        self.reader, self._writer = os.pipe()
+        self._file, self._allowed, self._since, self._dropped = file, float(PRINTED), time.monotonic(), 0
+        self._writable = select.poll()
+        self._writable.register(file, select.POLLOUT)
+
+    def become(self) -> None:
+        """In the worker: make the pipe its standard output and error."""
+        for number in (1, 2):
+            os.dup2(self._writer, number)
+        os.close(self.reader)
+        os.close(self._writer)
+
+    def open(self) -> int:
+        """In the supervisor: the end to read from."""
+        os.close(self._writer)
+        os.set_blocking(self.reader, False)
+        return self.reader
+
+    def pass_on(self) -> bool:
+        """Take what has been printed; False at its end."""
+        try:
+            data = os.read(self.reader, 1 << 16)
+        except BlockingIOError:
+            return True
+        now = time.monotonic()
+        self._allowed = min(self._allowed + (now - self._since) * PRINTED_EACH_SECOND, PRINTED)
+        self._since = now
+        if self._dropped and self._allowed >= PRINTED / 4:
+            self._tell()
+        room = 0 if self._dropped else int(self._allowed)
+        written = self._write(data[:room])
+        self._allowed -= written
+        self._dropped += len(data) - written
+        return data != b""
+
+    def close(self) -> None:
+        """Take what is left, and say how much did not pass."""
+        end = time.monotonic() + 1.0
+        with contextlib.suppress(OSError):
+            while select.select([self.reader], [], [], 0.0)[0] and self.pass_on() and time.monotonic() < end:
+                pass
+        if self._dropped:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._write(f"\n[{self._dropped:,} bytes that worker processes printed were left out]\n".encode())
+        self._dropped = 0
+
+    def _write(self, data: bytes) -> int:
+        done = 0
+        with contextlib.suppress(OSError):
+            while done < len(data) and self._writable.poll(0):
+                done += os.write(self._file, data[done : done + select.PIPE_BUF])
+        return done
 
 
 def _nothing(*_: object) -> None:
@@ -124,11 +212,9 @@ def end_with_parent(parent: int) -> None:
 
 def _be_a_worker(above: int) -> None:
     end_with_parent(above)  # should the supervisor be killed
-    if not LINUX:
-        os.setpgid(0, 0)
+    os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in FOR_ALL:
-        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         os.register_at_fork(after_in_child=lambda number=number, usual=usual: signal.signal(number, usual))
 
 
@@ -156,14 +242,15 @@ def _end_all(worker: int) -> int | None:
                 status = how if child == worker else status
         except ChildProcessError:
             return status
-        for process in _descendants(os.getpid()):
+        for process in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.001)
     return status
 
 
-def _descendants(root: int) -> Iterator[int]:
+def descendants(root: int) -> list[int]:
+    """The processes below one (Linux; elsewhere none)."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if LINUX else ():
         if name.isdigit():
@@ -172,7 +259,7 @@ def _descendants(root: int) -> Iterator[int]:
     found = list(children.get(root, ()))
     for process in found:
         found += children.get(process, ())
-    yield from found
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- serving
@@ -182,38 +269,65 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
     """Limits, set-up, then one request after the other until the parent closes the channel.
 
     The first request is what the function is built from.  A function that returns an iterator answers a request with one message
-    for each of its values, any other with one.  Messages carry the number of their request, from 0.
+    for each of its values, any other with one.  A request that comes with two sockets is for a fork: its lifeline and its channel.
     """
     import resource
 
-    global channel_of_this
-    channel_of_this = channel
     if options.get("memory") is not None:
         resource.setrlimit(resource.RLIMIT_AS, (options["memory"], options["memory"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a kill is seen
-    function: Function | None = None
-    number = -1
+    try:
+        setup, _ = receive(channel, None)
+    except (EOFError, OSError):
+        os._exit(0)
+    try:
+        function = build(*pickle.loads(setup))
+    except BaseException as error:  # whatever it is, it is why there is no worker
+        _answer(channel, told(error))
+        os._exit(1)
+    _answer(channel, {"value": None})
+    answer_requests(channel, function, options.get("cpu_seconds"))
+
+
+def answer_requests(channel: socket.socket, function: Function, cpu_seconds: float | None) -> NoReturn:
+    """One request after the other."""
+    global channel_of_this
+    channel_of_this, forks = channel, set[int]()
     while True:
-        number += 1
         try:
-            request = receive(channel, None)
+            request, ends = receive(channel, None)
         except (EOFError, OSError):
             os._exit(0)  # the parent is gone; skip the clean-up of whatever the function left behind
+        if ends:
+            forks = {fork for fork in forks if not os.waitpid(fork, os.WNOHANG)[0]}
+            with contextlib.suppress(OSError):  # there are no more processes: the parent sees the end of the channel
+                forks.add(_fork(ends, function, cpu_seconds))
+            for one in ends:
+                one.close()
+            continue
         try:
-            arguments = pickle.loads(request)
-            if function is None:
-                function = build(*arguments)
-                answers: Iterator[Any] = iter((None,))
-            else:
-                with _within(options.get("cpu_seconds")):
-                    answer = function(*arguments)
-                answers = answer if inspect.isgenerator(answer) else iter((answer,))
-            for value in answers:
-                _answer(channel, {"request": number, "value": value})
+            with _within(cpu_seconds):
+                answer = function(*pickle.loads(request))
+            for value in answer if inspect.isgenerator(answer) else (answer,):
+                _answer(channel, {"value": value})
         except BaseException as error:  # whatever it is (SystemExit, KeyboardInterrupt), it is this call's outcome
-            _answer(channel, {"request": number, **told(error)})
+            _answer(channel, told(error))
+
+
+def _fork(ends: list[socket.socket], function: Function, cpu_seconds: float | None) -> int:
+    """A copy of this worker, under a supervisor, which answers at a channel of its own; the supervisor's process id."""
+    gc.freeze()  # collections in the fork copy no page
+    above = os.getpid()
+    if (fork := os.fork()) == 0:
+        try:
+            end_with_parent(above)
+            lifeline, channel = ends
+            supervise(lifeline, lambda: answer_requests(channel, function, cpu_seconds), [channel])
+        finally:
+            os._exit(70)
+    return fork
 
 
 def _answer(channel: socket.socket, message: Mapping[str, Any]) -> None:
@@ -262,18 +376,32 @@ def raised_at(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------------------------ messages
 
 
-def send(channel: socket.socket, payload: bytes, deadline: float | None) -> None:
-    """One message; `deadline` is a time of `time.monotonic`.  Raises TimeoutError, OSError."""
+def send(channel: socket.socket, payload: bytes, deadline: float | None, pass_on: list[socket.socket] | None = None) -> None:
+    """One message, perhaps with sockets; `deadline` is a time of `time.monotonic`.  Raises TimeoutError, OSError."""
     channel.settimeout(_left(deadline))
-    channel.sendall(struct.pack("!Q", len(payload)) + payload)
+    head = struct.pack("!Q", len(payload))
+    if pass_on:
+        socket.send_fds(channel, [head], [one.fileno() for one in pass_on])
+        channel.sendall(payload)
+    else:
+        channel.sendall(head + payload)
 
 
-def receive(channel: socket.socket, deadline: float | None) -> bytes:
-    """The next message.  Raises TimeoutError, OSError, EOFError at the end, ValueError for one that cannot be."""
-    (size,) = struct.unpack("!Q", _exactly(channel, 8, deadline))
+def receive(channel: socket.socket, deadline: float | None) -> tuple[bytes, list[socket.socket]]:
+    """The next message, and the sockets that came with it.
+
+    Raises TimeoutError, OSError, EOFError at the end, ValueError for one that cannot be.
+    """
+    channel.settimeout(_left(deadline))
+    head, numbers, _, _ = socket.recv_fds(channel, 8, 2)
+    if not head:
+        raise EOFError
+    for number in numbers:
+        os.set_inheritable(number, False)
+    (size,) = struct.unpack("!Q", head + _exactly(channel, 8 - len(head), deadline))
     if deadline is not None and size > LONGEST_ANSWER:
         raise ValueError(f"an answer of {size} bytes")
-    return _exactly(channel, size, deadline)
+    return _exactly(channel, size, deadline), [socket.socket(fileno=number) for number in numbers]
 
 
 def _exactly(channel: socket.socket, size: int, deadline: float | None) -> bytes:

@@ -1,0 +1,423 @@
+"""Worker processes for code that may never return: each call has a deadline, at which its process is killed.
+
+A process is a fresh Python interpreter that is spoken to over a socket: it inherits no thread, no GPU handle and no lock, can be
+used from any thread of the parent, needs no `if __name__ == "__main__"` in the user's script, and is ended by SIGKILL, together
+with everything that it started.  (Objects of the running program have no name by which an interpreter could find them: for these a
+process is a fork of the program.)  It calls functions on its main thread, where signals and `signal.alarm` work.  It ignores the
+terminal's Ctrl-C, and it ends when its parent ends, however that happens (`process_main.py`).  Requests go to it as pickles;
+answers come back as JSON, so that no answer can run code in the parent.  It is no sandbox: its code has the user's rights, files
+and network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from groupwise.utils.process_main import Function, receive, send, supervise_worker
+from groupwise.utils.secrets import TOKEN, environment_of_others
+
+START_SECONDS = 600.0
+"""Deadline for a start: imports of somebody else's file on a loaded machine with a cold disk."""
+END_SECONDS = 10.0
+"""How long a supervisor may take to end what it watches over."""
+SEND_SECONDS = 60.0
+"""How long a request may take to be sent."""
+START = "from groupwise.utils.process_main import main; main()"
+_ends: set[socket.socket] = set()
+"""The parent's ends of all connections: a fork of the parent must not keep processes alive by holding them too."""
+_starting = threading.RLock()
+"""While it is held, no fork of the parent inherits a child's end."""
+
+
+def _let_go() -> None:
+    global _starting
+    _starting = threading.RLock()
+    for end in list(_ends):
+        end.close()
+    _ends.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+class Traceback(Exception):
+    """Where an exception was raised in a process: the cause of what is raised for it in the parent."""
+
+    def __str__(self) -> str:
+        return f"\n\nin a worker process:\n{self.args[0]}"
+
+
+class NotStarted(Exception):
+    """Raised where a process could not start, or did not end its start in time."""
+
+
+class Died(Exception):
+    """Raised where a process has ended by itself (a crash, no memory), or was killed by another thread."""
+
+    cpu = False
+    """True if its processor time was over."""
+
+
+class Raised(Exception):
+    """Raised where the code in a process raised: `kind` is the exception's type, `where` file, line and source.
+
+    The process continues.
+    """
+
+    def __init__(self, told: Mapping[str, str]) -> None:
+        """told: `process_main.told`."""
+        self.kind, self.message, self.where = told["kind"], told["error"], told["where"]
+        super().__init__(f"{self.kind}: {self.message}" + (f" ({self.where})" if self.where else ""))
+        self.__cause__ = Traceback(told["trace"]) if told["trace"] else None
+
+
+class Process:
+    """The parent's end of one worker process.  Its start continues beside the parent's own work until it is first asked.
+
+    One thread at a time may ask; any may `fork`, `kill` and `end`.   Whatever asks raises NotStarted, TimeoutError at its deadline
+    (the process is then killed), Died, or Raised.
+    """
+
+    def __init__(
+        self,
+        target: str | Callable[..., Function],
+        *setup: Any,
+        memory: int | None = None,
+        cpu_seconds: float | None = None,
+        quiet: bool = False,
+        folder: str | None = None,
+    ) -> None:
+        """`target`: `module:factory` for a fresh process, or a factory of this process for a fork of it.  The process calls it with
+        `setup` once; what it returns answers requests.  `memory`: address space in bytes (RLIMIT_AS).  `cpu_seconds`: of one
+        request, a second deadline, in processor time, which a loaded machine does not shorten.  `quiet`: what it prints is dropped;
+        else it goes to the parent's standard error, as far as there is not too much of it.  `folder`: its working directory.
+        """
+        options = {"cpu_seconds": cpu_seconds, "memory": memory, "quiet": quiet}
+        payload = pickle.dumps(setup)
+        with _starting:
+            (self._lifeline, lifeline), (self._channel, channel) = socket.socketpair(), socket.socketpair()
+            _ends.update((self._lifeline, self._channel))
+            with lifeline, channel:
+                if isinstance(target, str):
+                    process: Any = _spawn(lifeline, channel, target, options, folder)
+                else:
+                    process = _Forked(lambda: supervise_worker(lifeline, channel, target, options), folder)
+        self._process: Any = process
+        self.kill = weakref.finalize(self, _terminate, os.getpid(), process, self._lifeline, self._channel)
+        """SIGKILL the process and what it started, and wait for their end; harmless if called again."""
+        self._begun: float | None = time.monotonic()
+        with contextlib.suppress(OSError):  # whoever asks it hears of it
+            send(self._channel, payload, self._begun + START_SECONDS)
+
+    def ready(self) -> None:
+        """Wait for the end of its start.  Raises NotStarted."""
+        if self._begun is not None:
+            deadline, self._begun = self._begun + START_SECONDS, None
+            try:
+                self.receive(deadline)
+            except (Died, Raised) as error:
+                self.kill()
+                why = error.message if isinstance(error, Raised) else str(error)
+                raise NotStarted(why) from error.__cause__
+            except TimeoutError:
+                raise NotStarted(f"it did not start within {START_SECONDS:g} s") from None
+
+    def fork(self) -> Process:
+        """A copy of the process as it is now, which is killed alone; it ends with this one."""
+        self.ready()
+        with _starting:
+            (lifeline, other), (channel, remote) = socket.socketpair(), socket.socketpair()
+            _ends.update((lifeline, channel))
+            with other, remote, self._watched():
+                send(self._channel, b"", time.monotonic() + SEND_SECONDS, [other, remote])
+        fork = object.__new__(Process)
+        fork._lifeline, fork._channel, fork._process, fork._begun = lifeline, channel, None, None
+        fork.kill = weakref.finalize(fork, _terminate, os.getpid(), None, lifeline, channel)
+        return fork
+
+    def call(self, *request: Any, seconds: float) -> Any:
+        """What it answers."""
+        return next(self.ask(*request, seconds=seconds))
+
+    def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
+        """Its answers to one request, each within `seconds` of the one before."""
+        self.request(pickle.dumps(request))
+        for _ in range(answers):
+            yield self.receive(time.monotonic() + seconds)
+
+    def request(self, payload: bytes) -> None:
+        """Send a pickle of the arguments."""
+        self.ready()
+        with self._watched():
+            send(self._channel, payload, time.monotonic() + SEND_SECONDS)
+
+    def receive(self, deadline: float) -> Any:
+        """Its next answer."""
+        with self._watched():
+            reply = json.loads(receive(self._channel, deadline)[0])
+            if "error" not in reply:
+                return reply["value"]
+        raise Raised(reply)
+
+    def fileno(self) -> int:
+        """For `select`: readable when an answer has come or it has ended."""
+        return self._channel.fileno()
+
+    def alive(self) -> bool:
+        """False once its end of the socket is closed, which is how every death shows."""
+        try:
+            look = select.poll()
+            look.register(self._channel, select.POLLIN)
+            return not look.poll(0) or self._channel.recv(1, socket.MSG_PEEK) != b""
+        except (OSError, ValueError):
+            return False
+
+    def end(self) -> None:
+        """Have it killed, without waiting for that."""
+        for one in (self._lifeline, self._channel):  # who waits for an answer sees its end
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            self.kill()
+            raise
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
+            raise self._died() from None
+        except BaseException:  # Ctrl-C in the parent: the process is in the middle of a call
+            self.kill()
+            raise
+
+    def _died(self) -> Died:
+        self.kill()
+        if self._process is None:
+            return Died("its process has ended")
+        code = self._process.returncode
+        died = Died("worker died (" + (f"signal {-code})" if code < 0 else f"exit code {code})"))
+        if code == -signal.SIGPROF:  # the worker's own timer
+            died = Died("no result within the processor time allowed")
+            died.cpu = True
+        return died
+
+
+def _terminate(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
+    if owner != os.getpid():
+        return
+    for end in (lifeline, channel):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)  # another thread may wait there
+        _ends.discard(end)
+        end.close()
+    if process is None:
+        return
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _spawn(
+    lifeline: socket.socket, channel: socket.socket, target: str, options: Mapping[str, Any], folder: str | None
+) -> subprocess.Popen:
+    environment = environment_of_others() | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    out = subprocess.DEVNULL if options["quiet"] else 2
+    descriptors = (lifeline.fileno(), channel.fileno())
+    # -P: the folder of this file must not come first on the path.  A session of its own: Ctrl-C reaches the parent only.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", START, *map(str, descriptors), target, json.dumps(options)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+    )
+
+
+class _Forked:
+    """A fork of this process, handled like a `subprocess.Popen`."""
+
+    def __init__(self, work: Callable[[], Any], folder: str | None) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, ValueError, OSError):
+                stream.flush()
+        self.returncode: int | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that there are other threads: see `LiveReward`
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._prepare_child(folder)
+                work()
+            finally:
+                os._exit(70)
+
+    @staticmethod
+    def _prepare_child(folder: str | None) -> None:
+        os.setsid()
+        os.environ.pop(TOKEN, None)
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        if folder is not None:
+            os.chdir(folder)
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)  # the pool of threads did not come along
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, 0 if deadline is None else os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            else:
+                time.sleep(0.001)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Starts:
+    """Wall-clock seconds that calls have waited for processes of pools to start; they are no part of a call's own time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting, self._since, self._seconds = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of this process so far."""
+        return self._seconds
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While a call waits; what several threads wait at the same time counts once."""
+        with self._lock:
+            self._since = self._since if self._waiting else time.monotonic()
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._seconds += 0.0 if self._waiting else time.monotonic() - self._since
+
+
+STARTS = Starts()
+
+
+class Pool:
+    """At most `size` processes that answer the same requests, each under a deadline of its own.
+
+    They start when first needed, and are replaced when they die: imports and warm-up are not counted in a deadline.
+
+    >>> with Pool("operator:attrgetter", "real", size=1, seconds=5.0) as pool:
+    ...     pool.map([(3,), (True,)])
+    [3, 1]
+    """
+
+    def __init__(self, target: str, *setup: Any, size: int, seconds: float, max_calls: int | None = None, **options: Any) -> None:
+        """`seconds`: wall-clock deadline of a call.  `max_calls`: a process retires after so many.  The rest as of `Process`."""
+        self.size, self.seconds, self.max_calls = size, seconds, max_calls
+        self._make = lambda: Process(target, *setup, **options)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._owner = os.getpid()
+        self._idle: list[tuple[Process, int]] = []
+        self._busy = set[Process]()
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(self.size)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, *arguments: Any) -> Any:
+        """What the function returns, within the deadline (plus, at times, a start).
+
+        Raises NotStarted, TimeoutError, Died, Raised.
+        """
+        if self._owner != os.getpid():
+            self._reset()  # a fork of the parent must not talk to the parent's processes
+        payload = pickle.dumps(arguments)  # raises in the caller's face if an argument cannot travel
+        with self._slots:
+            with self._lock:
+                process, calls = self._idle.pop() if self._idle else (None, 0)
+            if process is None or not process.alive():
+                process, calls = self._make(), 0
+            self._busy.add(process)
+            try:
+                with STARTS.waiting():
+                    process.ready()
+                process.request(payload)
+                return process.receive(time.monotonic() + self.seconds)
+            except Raised as error:
+                if error.kind == "MemoryError":  # it may be left with a heap full of holes
+                    process.kill()
+                raise
+            finally:
+                self._busy.discard(process)
+                if process.kill.alive and (self.max_calls is None or calls + 1 < self.max_calls):
+                    with self._lock:
+                        self._idle.append((process, calls + 1))
+                else:
+                    process.kill()
+
+    def map(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What the function returns for many calls, on all processes; in the place of a value, what `call` raised."""
+        if len(calls) <= 1 or self.size == 1:
+            return [self._outcome(call) for call in calls]
+        threads = ThreadPoolExecutor(max_workers=min(self.size, len(calls)))
+        try:
+            return list(threads.map(self._outcome, calls))
+        except BaseException:  # Ctrl-C: what waits is not begun, what runs is ended
+            threads.shutdown(wait=False, cancel_futures=True)
+            self.close()
+            raise
+        finally:
+            threads.shutdown()
+
+    def _outcome(self, call: tuple[Any, ...]) -> Any:
+        try:
+            return self.call(*call)
+        except (TimeoutError, Died, Raised) as error:
+            return error
+
+    def close(self) -> None:
+        """Kill the processes; a call that another thread waits for has died.  The pool may be used again."""
+        if self._owner != os.getpid():
+            return
+        with self._lock:
+            processes, self._idle = self._idle, []
+        for process, _ in processes:
+            process.kill()
+        for process in list(self._busy):  # who waits for it clears it away
+            process.end()

@@ -1,0 +1,341 @@
+"""Processes that hang, crash, eat memory or ignore signals: the call ends on time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from groupwise.utils.process_main import LINUX, descendants
+from groupwise.utils.processes import Died, NotStarted, Pool, Process, Raised
+
+WAIT = 60.0
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch) -> str:
+    """A module of calls that misbehave, importable by workers."""
+    (tmp_path / "hostile_calls.py").write_text(
+        """
+import ctypes, os, signal, sys, time, subprocess
+calls = 0
+def make(prefix=""):
+    def call(what, *rest):
+        global calls
+        calls += 1
+        if what == "echo": return [prefix, *rest]
+        if what == "pid": return os.getpid()
+        if what == "calls": return calls
+        if what == "sleep": time.sleep(3600)
+        if what == "deaf":
+            signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.valid_signals()) - {signal.SIGKILL})
+            while True: pass
+        if what == "burn": return 9 ** 9 ** 9
+        if what == "segfault": ctypes.string_at(0)
+        if what == "exit": os._exit(7)
+        if what == "sys.exit": sys.exit(3)
+        if what == "memory": return len(bytearray(4 << 30))
+        if what == "raise": raise ValueError("no such luck")
+        if what == "object": return object()
+        if what == "print": print("noise " * 10000); return 1
+        if what == "print megabytes": print("noise " * 833_333 + "."); return 1
+        if what == "start":
+            how, path = rest
+            if how == "daemon":
+                child = os.fork()
+                if child:
+                    os.waitpid(child, 0)
+                    return None
+                os.setsid()
+                open(path, "w").write(str(subprocess.Popen(["sleep", "3600"], start_new_session=True).pid))
+                os._exit(0)
+            open(path, "w").write(str(subprocess.Popen(["sleep", "3600"], start_new_session=how == "session").pid))
+            return None
+        if what == "child": return subprocess.Popen(["sleep", "3600"]).pid, time.sleep(3600)
+        if what == "tell": open(rest[0], "w").write(str(subprocess.Popen(["sleep", "3600"]).pid)); time.sleep(3600)
+    return call
+def broken(): raise ImportError("no module named luck")
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "hostile_calls:make"
+
+
+def gone_now(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def gone(pid: int) -> bool:
+    for _ in range(3000):
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rsplit(")", 1)[1].split()[0] == "Z":
+                    return True  # reaped by init in its own time
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def zombies() -> int:
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as stat:
+                    fields = stat.read().rsplit(")", 1)[1].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            count += fields[0] == "Z" and int(fields[1]) == os.getpid()
+    return count
+
+
+def test_values_and_setup(hostile):
+    with Pool(hostile, "hi", size=2, seconds=20.0) as pool:
+        found = pool.map([("echo", n, "\ud800\x00") for n in range(20)])
+    assert found == [["hi", n, "\ud800\x00"] for n in range(20)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["sleep", "deaf"])
+def test_r03_r04_hangs_are_killed_on_time_and_the_worker_replaced(hostile, what):
+    with Pool(hostile, size=1, seconds=60.0) as pool:
+        first = pool.call("pid")
+        pool.seconds = 0.5
+        with pytest.raises(TimeoutError):
+            pool.call(what)
+        pool.seconds = 60.0
+        assert gone(first)
+        assert pool.call("echo", 1) == ["", 1]
+    assert zombies() == 0
+
+
+def test_processor_time_is_a_deadline_of_its_own(hostile):
+    with Pool(hostile, size=1, seconds=3600.0, cpu_seconds=0.3) as pool:
+        with pytest.raises(Died, match="processor time") as died:
+            pool.call("burn")  # one C call that holds the interpreter: no Python-level alarm could end it
+        assert died.value.cpu
+        assert pool.call("echo") == [""]
+
+
+@pytest.mark.parametrize(("what", "said"), [("segfault", "signal 11"), ("exit", "exit code 7")])
+def test_r05_crashes_are_named(hostile, what, said):
+    with Pool(hostile, size=1, seconds=20.0) as pool:
+        with pytest.raises(Died) as died:
+            pool.call(what)
+        assert (str(died.value), died.value.cpu) == (f"worker died ({said})", False)
+        assert pool.call("echo", 1) == ["", 1]
+    assert zombies() == 0
+
+
+def test_exceptions_come_back_with_type_message_and_place(hostile):
+    with Pool(hostile, size=1, seconds=20.0) as pool:
+        errors = pool.map([("raise",), ("sys.exit",), ("object",)])  # the last is not JSON: no pickle comes back
+        assert [error.kind for error in errors] == ["ValueError", "SystemExit", "TypeError"]
+        assert errors[0].message == "no such luck" and "hostile_calls.py" in errors[0].where
+        assert "no such luck" in str(errors[0].__cause__)
+        assert pool.call("calls") == 4  # the process lives on
+
+
+def test_memory_is_bounded(hostile):
+    with Pool(hostile, size=1, seconds=20.0, memory=1 << 30) as pool:
+        with pytest.raises(Raised, match="MemoryError"):
+            pool.call("memory")
+        assert pool.call("calls") == 1  # a fresh process
+
+
+def test_output_does_not_disturb_the_channel(hostile, capfd):
+    with Pool(hostile, size=1, seconds=20.0) as pool:
+        assert pool.call("print") == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("noise")
+
+
+@pytest.mark.slow
+def test_what_a_worker_started_dies_with_it(hostile, tmp_path):
+    with Pool(hostile, size=1, seconds=5.0) as pool, pytest.raises(TimeoutError):
+        pool.call("tell", str(tmp_path / "pid"))
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_workers_retire(hostile):
+    with Pool(hostile, size=1, seconds=20.0, max_calls=3) as pool:
+        pids = [pool.call("pid") for _ in range(7)]
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
+
+
+def test_close_leaves_no_process(hostile):
+    pool = Pool(hostile, size=2, seconds=20.0)
+    pids = set(pool.map([("pid",)] * 8))
+    pool.close()
+    assert all(gone(pid) for pid in pids)
+    assert zombies() == 0
+    assert pool.call("echo") == [""]
+    pool.close()
+
+
+def test_a_worker_that_died_between_calls_is_replaced(hostile):
+    with Pool(hostile, size=1, seconds=20.0) as pool:
+        worker = pool.call("pid")
+        os.kill(worker, 9)
+        assert gone(worker)
+        assert pool.call("echo", 1) == ["", 1]
+
+
+def test_any_thread_and_asyncio_may_call(hostile):
+    with Pool(hostile, size=2, seconds=20.0) as pool:
+        results: list[object] = []
+        threads = [threading.Thread(target=lambda n=n: results.append(pool.call("echo", n)[1])) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        async def inside() -> object:
+            return pool.call("echo", 6)[1]
+
+        results.append(asyncio.run(inside()))
+    assert sorted(results) == list(range(7))
+
+
+def test_a_fork_does_not_talk_to_the_parents_workers(hostile):
+    with Pool(hostile, size=1, seconds=20.0) as pool:
+        before = pool.call("pid")
+        child = os.fork()
+        if child == 0:
+            other = pool.call("pid")
+            pool.close()
+            os._exit(0 if other != before else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert pool.call("pid") == before
+
+
+def test_a_worker_that_cannot_start_says_why(hostile):
+    with pytest.raises(NotStarted, match="no module named luck"):
+        Pool("hostile_calls:broken", size=1, seconds=1.0).call()
+    with pytest.raises(NotStarted, match="exit code 7"):
+        Process("os:_exit", 7).ready()
+
+
+# ---------------------------------------------------------------- forks
+
+
+@pytest.fixture
+def process(hostile):
+    made = Process(hostile)
+    yield made
+    made.kill()
+
+
+def test_a_fork_is_a_copy_that_is_killed_alone(process):
+    assert process.call("calls", seconds=WAIT) == 1
+    one, other = process.fork(), process.fork()
+    assert [one.call("calls", seconds=WAIT) for _ in range(2)] == [2, 3]
+    assert other.call("calls", seconds=WAIT) == 2
+    pids = [each.call("pid", seconds=WAIT) for each in (process, one, other)]
+    assert len(set(pids)) == 3
+    one.kill()
+    assert gone(pids[1])
+    assert other.alive() and other.call("echo", 1, seconds=WAIT) == ["", 1]
+    with pytest.raises(TimeoutError):
+        other.call("sleep", seconds=0.2)
+    assert gone(pids[2])
+    assert process.call("calls", seconds=WAIT) == 3
+
+
+@pytest.mark.parametrize("how", ["child", "session", "daemon"])
+def test_what_a_fork_started_dies_with_it(process, tmp_path, how):
+    """Also in a session of its own, and where its parent has ended."""
+    fork, path = process.fork(), tmp_path / "pid"
+    assert fork.call("start", how, str(path), seconds=WAIT) is None
+    started = int(path.read_text())
+    assert not gone_now(started)
+    fork.kill()
+    assert gone(started)
+    assert process.alive()
+
+
+def test_a_fork_that_ends_by_itself_leaves_nothing(process, tmp_path):
+    fork = process.fork()
+    fork.call("start", "daemon", str(tmp_path / "pid"), seconds=WAIT)
+    with pytest.raises(Died, match="its process has ended"):
+        fork.call("exit", seconds=WAIT)
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.skipif(not LINUX, reason="only Linux tells a process that its parent has ended")
+@pytest.mark.parametrize("who", ["supervisor", "process"])
+def test_forks_end_with_what_they_were_forked_from(process, who):
+    forks = [process.fork() for _ in range(3)]
+    pids = [fork.call("pid", seconds=WAIT) for fork in forks]
+    below = descendants(process._process.pid)
+    os.kill(process._process.pid if who == "supervisor" else process.call("pid", seconds=WAIT), signal.SIGKILL)
+    assert set(pids) < set(below)
+    assert all(gone(pid) for pid in below)
+    assert not any(fork.alive() for fork in forks)
+
+
+def test_a_hundred_forks_and_no_folder(process, tmp_path, monkeypatch):
+    forks = [process.fork() for _ in range(100)]
+    assert len({fork.call("pid", seconds=WAIT) for fork in forks}) == 100
+    below = descendants(process._process.pid)
+    process.kill()
+    assert not any(os.path.exists(f"/proc/{pid}") and not gone(pid) for pid in below)
+
+
+@pytest.mark.skipif(not LINUX, reason="only Linux adopts orphans")
+@pytest.mark.slow
+def test_a_killed_program_leaves_no_process(hostile, tmp_path):
+    """With forks, with what these started, and with a call that hangs."""
+    code = """
+import sys
+from groupwise.utils.processes import Process
+process = Process("hostile_calls:make")
+forks = {how: process.fork() for how in ("child", "session", "daemon", "sleep")}
+for how in ("child", "session", "daemon"):
+    forks[how].call("start", how, sys.argv[1] + how, seconds=60.0)
+print(process._process.pid, flush=True)
+forks["sleep"].call("sleep", seconds=600.0)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    program = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "pid")], stdout=subprocess.PIPE, env=environment)
+    assert program.stdout is not None
+    supervisor = int(program.stdout.readline())
+    left = {supervisor, *descendants(supervisor), *(int(path.read_text()) for path in tmp_path.glob("pid*"))}
+    assert len(left) >= 12
+    program.kill()
+    program.wait()
+    assert all(gone(pid) for pid in left)
+
+
+def test_what_is_printed_without_end_is_left_out_and_counted(hostile, capfd):
+    with Pool(hostile, size=1, seconds=WAIT) as pool:
+        for _ in range(4):
+            assert pool.call("print megabytes") == 1
+    shown = capfd.readouterr().err
+    assert "noise" in shown and len(shown) < 2_000_000
+    dropped = sum(int(line.split()[0][1:].replace(",", "")) for line in shown.splitlines() if "were left out]" in line)
+    assert dropped > 18_000_000
+    noise = sum(len(line) for line in shown.splitlines() if "left out" not in line)
+    assert abs(noise + dropped - 20_000_000) < 100
+
+
+def test_who_does_not_read_what_is_printed_holds_nobody_up(hostile):
+    """A terminal that stands still: here a pipe that is full."""
+    code = (
+        "import sys; from groupwise.utils.processes import Pool; pool = Pool('hostile_calls:make', size=1, seconds=60.0); "
+        "print(pool.call('print megabytes'), pool.call('echo', 1), flush=True); pool.close()"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert program.stdout is not None
+    assert program.stdout.readline() == b"1 ['', 1]\n"
+    assert program.wait(WAIT) == 0
+    program.communicate()
