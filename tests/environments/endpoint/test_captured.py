@@ -21,7 +21,7 @@ from groupwise.environments import harness_episodes
 from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish, Prompt, Sampling
-from groupwise.rewards.workers import Pool
+from groupwise.utils.processes import Pool
 from groupwise.runs.environments import unmade, world_lines
 
 from .conftest import ADD, WAIT, play
@@ -434,8 +434,8 @@ def test_the_token_of_the_endpoint_is_not_for_code_of_others(worlds, says, a_pro
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM.replace('print("a log line")', 'assert "GROUPWISE_TOKEN" not in os.environ'))
     assert play(worlds(ProgramHarness([sys.executable, str(file)]), token="sesame-1234"), a_prompt, says("5")).episode.reward == 1.0
-    with Pool("functools:partial", setup=(os.getenv, "GROUPWISE_TOKEN"), size=1, seconds=WAIT) as pool:
-        assert pool.run("none").value == "none"
+    with Pool("functools:partial", os.getenv, "GROUPWISE_TOKEN", size=1, seconds=WAIT) as pool:
+        assert pool.call("none") == "none"
 
 
 def test_a_secret_of_a_harness_is_in_no_plan_and_no_record(worlds, says, a_prompt, tmp_path, monkeypatch):
