@@ -21,8 +21,8 @@ from groupwise.environments import harness_episodes
 from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish, Prompt, Sampling
-from groupwise.utils.processes import Pool
 from groupwise.runs.environments import unmade, world_lines
+from groupwise.utils.processes import Pool
 
 from .conftest import ADD, WAIT, play
 
