@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def main() -> None:
 
     from groupwise.models.shape import Shape
     from groupwise.runs import recorded
+    from groupwise.runs.run_files import RunFiles
     from groupwise.training import limit_meter, online
 
     meter = Meter(work.device)
@@ -58,19 +59,13 @@ def main() -> None:
             with meter.phase("limits"):
                 step = limit.read(step)
             with meter.phase("write"):
-                recorded.write(folder, step, "benchmark")
+                recorded.write(RunFiles(folder), recorded.ROLLOUTS, step, "benchmark")
             found.append(meter.read()[clock])
-        bytes_ = (folder / f"{step.number:06d}.parquet").stat().st_size
-        for number in range(1, 2 * recorded.PACK + 1):
-            recorded.write(folder / "packed", replace(step, number=number), "benchmark")
-        meter.read()
-        with meter.phase("pack"):
-            recorded.pack(folder / "packed")
-        pack = meter.read()[clock]["pack"] / recorded.PACK
-    seconds = {name: median([one[name] for one in found]) for name in found[0]} | {"pack": pack}
+        bytes_ = (folder / recorded.ROLLOUTS / f"{step.number:06d}.parquet").stat().st_size
+    seconds = {name: median([one[name] for one in found]) for name in found[0]}
     completions, tokens = int(work.schedule().size), int(work.schedule().sum())
     training = seconds["step"] - seconds["columns"]
-    cost = sum(seconds[name] for name in ("columns", "limits", "write", "pack"))
+    cost = sum(seconds[name] for name in ("columns", "limits", "write"))
     result = {
         "workload": asdict(work),
         "seconds": {name: significant(value) for name, value in seconds.items()},

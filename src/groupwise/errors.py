@@ -47,6 +47,10 @@ class DataError(GroupwiseError):
     exit_code = 2
 
 
+class RunError(DataError):
+    """A file of a run folder that is not what a run wrote: the message names it."""
+
+
 class Problems(ConfigError):
     """Several mistakes in one recipe, each an error of its own: `found`."""
 

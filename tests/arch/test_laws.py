@@ -263,6 +263,7 @@ WRITES = {
     ("rollout.vllm.server", "shutil.copyfile"): "the same, kept for a person to read",
     ("runs.folder", "open"): "lines that are appended, and a lock",
     ("runs.folder", "os.replace"): "a damaged file, out of the way",
+    ("runs.run_files", "open"): "lines that are appended",
     ("runs.checkpoint", "write_text"): "inside of a folder from `files.new_folder`, which is synced as a whole",
     ("models.sharded_policy", "write_text"): "the same",
 }

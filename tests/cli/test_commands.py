@@ -314,21 +314,25 @@ def test_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from groupwise.records import Step
-    from groupwise.runs.folder import RunLog
+    from groupwise.runs.folder import RunLog, record_end
 
     assert commands.main(["runs"]) == 2
     recipe = parse_stages(RECIPE, "r")["grpo"]
-    for name in ("a", "b"):
+    for name in "abcd":
         with RunLog(folder / "runs" / name, recipe) as log:
             log.write(Step(number=1, metrics={"reward": 0.5}))
             if name == "b":
                 log.finish(1)
+    record_end(folder / "runs" / "c", "RewardError: judge gave a text")
+    (folder / "runs" / "d" / "metrics.jsonl").write_text("[" * 100_000 + "\n")
     capsys.readouterr()
     assert commands.main(["runs"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["a", "stopped", "step", "1", "reward", "0.500"],
-        ["b", "finished", "step", "1", "reward", "0.500"],
-    ]
+    a, b, c, d = capsys.readouterr().out.splitlines()
+    assert a.split() == ["a", "stopped", "step", "1", "reward", "0.500"]
+    assert b.split() == ["b", "finished", "step", "1", "reward", "0.500"]
+    assert c.split(maxsplit=6) == ["c", "failed", "step", "1", "reward", "0.500", "RewardError: judge gave a text"]
+    assert d.split(maxsplit=4)[:4] == ["d", "stopped", "step", "0"]
+    assert "metrics.jsonl: its last line is not one of metrics" in d
 
 
 # ---------------------------------------------------------------- how it ends

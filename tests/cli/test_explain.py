@@ -169,3 +169,9 @@ def test_of_an_episode_only_the_rewards_are_taken(tmp_path: Path) -> None:
     says, example = work_of_run(str(training.folder))
     assert "Made up: log-probs" in says
     assert "Pass 1" in render(example)
+
+
+@pytest.mark.parametrize("preset", ["dpo", "sft", "reward", "prm"])
+def test_an_objective_that_learns_from_data_is_told_from_a_misspelt_one(preset: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{preset}' learns from a data set"):
+        work(preset=preset)

@@ -100,6 +100,7 @@ def test_options_that_neither_run_nor_user_gives_are_asked_for(
     shutil.copytree(there / RUN, held)
     config = (held / "config.yaml").read_text()
     (held / "config.yaml").write_text(config.replace("eval_fraction: 0.3", "eval_fraction: 0.0"))
+    (held / "checksums.txt").unlink()
     assert main(["eval", str(held)]) == 2
     assert "held nothing out of rows.jsonl" in capsys.readouterr().err
     (held / "config.yaml").write_text(config.replace("path: rows.jsonl", "path: live:25 rows (00000000)"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -48,16 +48,25 @@ def test_half_a_character_at_the_end_is_shown_as_such() -> None:
     assert known.texts([1, 0]) == ["", "\ufffda"]
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back() -> None:
     known = vocabulary.Vocabulary([b"a", None, b"\xff", b""], frozenset({3}))
-    (tmp_path / "tokens.parquet").write_bytes(vocabulary.to_bytes(known))
-    found = vocabulary.read(tmp_path / "tokens.parquet")
+    found = vocabulary.from_table(pq.read_table(pa.BufferReader(vocabulary.to_bytes(known))))
     assert (list(found.pieces), found.special) == (list(known.pieces), known.special)
 
 
-def test_a_file_without_a_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {},
+        {"model": {"vocab": {"a": 10**12}}},
+        {"model": {"vocab": {"a": -1}}},
+        {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1}]},
+        {"model": {"vocab": [3]}},
+        {"model": {"vocab": {"a": 1e999}}},
+    ],
+)
+def test_what_is_no_vocabulary_is_refused(tokenizer: dict) -> None:
     with pytest.raises(DataError, match="without a vocabulary"):
-        vocabulary.read(tmp_path / "tokenizer.json")
-    with pytest.raises(DataError, match=r"nothing\.json"):
-        vocabulary.read(tmp_path / "nothing.json")
+        vocabulary.from_json(tokenizer)
+    with pytest.raises(DataError, match="no vocabulary"):
+        vocabulary.from_table(pa.table({"piece": ["a"]}))

@@ -214,8 +214,8 @@ def test_c5b_a_disk_that_fills_up_between_saves(
     path = recipe("broken", save={"every": 2})
     write = run_folder.recorded.write
 
-    def break_third(folder: Path, step: Any, run: str) -> None:
-        full() if step.number == 3 else write(folder, step, run)
+    def break_third(run: Any, kind: str, step: Any, name: str) -> None:
+        full() if step.number == 3 else write(run, kind, step, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(run_folder.recorded, "write", break_third)

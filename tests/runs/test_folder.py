@@ -18,7 +18,7 @@ import pytest
 
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import Recipe, SaveSettings
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.runs.folder import (
     Lock,
@@ -126,12 +126,27 @@ def test_v7_a_half_written_last_line_is_left_out(recipe: Recipe, tmp_path: Path)
         assert len(read_metrics(tmp_path)) == sum(start <= cut for start in starts[1:])
 
 
-def test_a_broken_line_in_the_middle_is_named(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_named_and_the_others_are_read(
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     written(tmp_path, recipe, range(1, 4))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0], "{nonsense", lines[2]]) + "\n")
-    with pytest.raises(DataError, match=r"metrics.jsonl:2: not a line of metrics"):
-        read_metrics(tmp_path)
+    for broken in ("{nonsense", "[]", '{"step": 1e999}', "[" * 100_000, '{"step": -1}', lines[1].replace("0.2", "0.3")):
+        caplog.clear()
+        (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0], broken, lines[2]]) + "\n")
+        assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
+        assert "metrics.jsonl:2: not a line of metrics" in caplog.text
+    written(tmp_path, recipe, range(4, 5), done=3)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4], "the run goes on without it"
+    assert (tmp_path / "metrics.damaged.jsonl").read_text().splitlines()[0] == lines[0], "nothing is lost"
+
+
+def test_lines_whose_digests_a_power_cut_took_are_read(recipe: Recipe, tmp_path: Path) -> None:
+    written(tmp_path, recipe, range(1, 4))
+    digests = (tmp_path / "checksums.txt").read_bytes().splitlines(keepends=True)
+    of_lines = [line for line in digests if b" metrics.jsonl" in line]
+    (tmp_path / "checksums.txt").write_bytes(b"".join(line for line in digests if line != of_lines[-1]))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_resuming_takes_away_what_will_be_done_again(recipe: Recipe, tmp_path: Path) -> None:
@@ -247,7 +262,10 @@ def test_missing_and_damaged_completions_are_named(recipe: Recipe, tmp_path: Pat
         read_step(tmp_path, 9)
     path = tmp_path / "rollouts" / "000002.parquet"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"000002.parquet is damaged"):
+    with pytest.raises(RunError, match=r"000002.parquet is not what the run wrote \(its checksum differs\)"):
+        read_step(tmp_path, 2)
+    (tmp_path / "checksums.txt").unlink()
+    with pytest.raises(RunError, match=r"000002.parquet is damaged"):
         read_step(tmp_path, 2)
 
 

@@ -23,6 +23,7 @@ from groupwise.runs import replay as replaying
 from groupwise.runs.folder import read_metrics, read_step
 from groupwise.runs.replay import replay
 from groupwise.runs.run import train
+from groupwise.runs.run_files import CHECKSUMS
 from groupwise.training.samples import sample_of
 from groupwise.training.scoring import score
 
@@ -139,6 +140,7 @@ def test_what_a_change_does_to_every_token(run: Path) -> None:
 
 
 def test_numbers_that_were_altered_are_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / CHECKSUMS).unlink()
     lines = read_metrics(run)
     lines[3]["grad_norm"] *= 1 + 1e-7
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -156,6 +158,7 @@ def place(table: pa.Table, name: str) -> tuple[int, str]:
 
 
 def rewrite(run: Path, step: int, change: Callable[[pa.Table], pa.Table]) -> None:
+    (run / CHECKSUMS).unlink(missing_ok=True)
     path = run / "rollouts" / f"{step:06d}.parquet"
     pq.write_table(change(pq.read_table(path)), path)
 
@@ -163,12 +166,12 @@ def rewrite(run: Path, step: int, change: Callable[[pa.Table], pa.Table]) -> Non
 def test_what_is_missing_or_damaged_is_named(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"completions of step 9 are not in .*steps 1 to 5"):
         replay(run, 9)
-    with pytest.raises(ConfigError, match=r"is no run folder: cannot read config\.yaml"):
+    with pytest.raises(ConfigError, match=r"is no run folder: it has no config\.yaml"):
         replay(tmp_path, 1)
     for column in ("advantages", "behavior_logp", "prompt_ids", "finish"):
         shutil.copy(run / "rollouts" / "000002.parquet", tmp_path / "whole.parquet")
         rewrite(run, 2, lambda table, column=column: table.drop_columns([column]))
-        with pytest.raises(DataError, match=rf"step 2 of .*no column '{column}'"):
+        with pytest.raises(DataError, match=rf"(step 2 of|000002\.parquet) .*no column '?{column}"):
             replay(run, 2)
         shutil.copy(tmp_path / "whole.parquet", run / "rollouts" / "000002.parquet")
     path = run / "rollouts" / "000003.parquet"
@@ -218,6 +221,7 @@ def test_a_change_that_cannot_be_made_is_refused(run: Path, change: str, says: s
 def test_another_machine_is_told_apart(run: Path) -> None:
     environment = json.loads((run / "environment.json").read_text())
     environment["attempts"][0]["versions"]["torch"] = "2.1.0"
+    (run / CHECKSUMS).unlink()
     (run / "environment.json").write_text(json.dumps(environment))
     lines = read_metrics(run)
     lines[4]["grad_norm"] *= 1 + 1e-6

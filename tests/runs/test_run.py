@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -20,11 +21,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.config.recipes import load_recipe, load_stages
-from groupwise.data.vocabulary import read
+from groupwise.data.vocabulary import from_table
 from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.runs import recorded
 from groupwise.runs.folder import choose_folder, read_step
 from groupwise.runs.run import Run, train, train_recipe
+from groupwise.runs.run_files import RunFiles
 from groupwise.viewer.report import export
 
 TINY = {
@@ -326,11 +328,11 @@ def test_a_run_records_what_the_viewer_shows_and_ends_with_a_report(recipe: Call
     folder = tmp_path / "runs" / "shown"
     step = read_step(folder, 2)
     assert {"weight", "entropy", "clipped"} <= set(step.columns)
-    known = read(folder / "tokens.parquet")
+    known = from_table(pq.read_table(folder / "tokens.parquet"))
     for rollout in (rollout for group in step.groups for rollout in group.rollouts):
         said = [text for text, token in zip(known.texts(rollout.tokens), rollout.tokens, strict=True) if token not in known.special]
         assert "".join(said) == rollout.text
-    assert list(recorded.places(folder / recorded.EVALUATIONS)) == [5]
+    assert list(recorded.steps(RunFiles(folder), recorded.EVALUATIONS)[0]) == [5]
     assert "think_format" in (folder / "report.html").read_text(encoding="utf-8")
 
     def failing(folder: Path) -> None:

@@ -16,6 +16,7 @@ from groupwise.data.vocabulary import Vocabulary
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
 from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
+from groupwise.runs.run_files import CHECKSUMS, RunFiles
 
 HOSTILE = (
     "<script>window.pwned = 1</script>",
@@ -142,7 +143,7 @@ def make_run(
         add_step(folder, number, **keywords)
     if evaluated:
         held = make_step(steps)
-        recorded.write(folder / recorded.EVALUATIONS, Step(number=steps, metrics={}, groups=held.groups), folder.name)
+        recorded.write(RunFiles(folder), recorded.EVALUATIONS, Step(number=steps, metrics={}, groups=held.groups), folder.name)
     (folder / runlog.DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
     return folder
 
@@ -193,14 +194,14 @@ def make_episodes(folder: Path, texts: Sequence[str] = ()) -> Path:
     columns = {"weight": [[np.where(one.trained, 0.1, 0.0) for one in rollouts]]}
     advantages = [[np.full(len(one), 1.0 - 2 * i) for i, one in enumerate(rollouts)]]
     step = Step(number=1, metrics={}, groups=[group], advantages=advantages, columns=columns)
-    recorded.write(folder / recorded.ROLLOUTS, step, folder.name)
+    recorded.write(RunFiles(folder), recorded.ROLLOUTS, step, folder.name)
     return folder
 
 
 def add_step(folder: Path, number: int, **keywords: object) -> None:
     """One step more, as a run writes it: completions first, then the line."""
     step = make_step(number, **keywords)  # type: ignore[arg-type]
-    recorded.write(folder / recorded.ROLLOUTS, step, folder.name)
+    recorded.write(RunFiles(folder), recorded.ROLLOUTS, step, folder.name)
     limit = {
         "limit/shared": 90.0,
         "limit/dead": 20.0,
@@ -215,22 +216,16 @@ def add_step(folder: Path, number: int, **keywords: object) -> None:
 
 
 def make_large(folder: Path, steps: int = 10_000, *, groups: int = 8, size: int = 8, tokens: int = 32) -> Path:
-    """A run of `steps` x `groups` x `size` completions, in the files that a long run has: packs, and the newest steps single."""
+    """A run of `steps` x `groups` x `size` completions, in the files that a long run has."""
     first = make_run(folder, 1, evaluated=False)
-    (first / recorded.ROLLOUTS / "000001.parquet").unlink()
+    (first / CHECKSUMS).unlink()
     with pq.ParquetFile(_template(first)) as file:
         schema = file.schema_arrow
     chance = np.random.default_rng(0)
     rows = groups * size
     words = ["so", "then", "add", "carry", "the", "one", "and", "write", "42", "done", "=", "+"]
     texts = [" ".join(chance.choice(words, 8)) for _ in range(997)]
-    singles = steps - steps % recorded.PACK - recorded.PACK
-    for begin in range(1, singles + 1, recorded.PACK):
-        path = first / recorded.ROLLOUTS / f"{begin:06d}-{begin + recorded.PACK - 1:06d}-1.parquet"
-        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-            for step in range(begin, begin + recorded.PACK):
-                writer.write_table(_rows(step, schema, chance, texts, groups, rows, tokens), row_group_size=rows)
-    for step in range(singles + 1, steps + 1):
+    for step in range(1, steps + 1):
         pq.write_table(
             _rows(step, schema, chance, texts, groups, rows, tokens),
             first / recorded.ROLLOUTS / f"{step:06d}.parquet",
@@ -251,7 +246,7 @@ def make_large(folder: Path, steps: int = 10_000, *, groups: int = 8, size: int 
 
 
 def _template(folder: Path) -> Path:
-    recorded.write(folder / "template", make_step(1), folder.name)
+    recorded.write(RunFiles(folder), "template", make_step(1), folder.name)
     return folder / "template" / "000001.parquet"
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import ConfigError
+from groupwise.viewer import server
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.server import Viewer
 from groupwise.viewer.sources import open_sources
@@ -155,6 +159,37 @@ def test_the_viewer_imports_no_torch() -> None:
         "print([m for m in ('torch', 'transformers', 'datasets', 'tokenizers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_a_request_that_does_not_come_has_an_end(run_folder: Path, viewer: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither half a request, nor one that comes a byte at a time, nor a connection without one holds a thread."""
+    monkeypatch.setattr(server, "PATIENCE", 0.2)
+    port, before = viewer(run_folder).port, threading.active_count()
+    sockets = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(40)]
+    for i, one in enumerate(sockets):
+        one.sendall(b"GET /api/runs HTTP/1.1\r\nHost: 127" if i % 2 else b"")
+    for one in sockets:
+        while one.recv(4096):  # closed by the server
+            pass
+        one.close()
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("head", ["Content-Length: {}", "Transfer-Encoding: chunked"])
+def test_a_body_is_no_second_request(head: str, run_folder: Path, viewer: Start) -> None:
+    port = viewer(run_folder).port
+    inner = f"GET /api/config?run=0 HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
+    outer = f"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n{head.format(len(inner))}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as one:
+        one.sendall((outer + inner).encode())
+        answer = b""
+        while part := one.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 from groupwise.algorithms import diagnostics
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.registry import Algorithm, describe, options, resolve
-from groupwise.config.settings import GroupSettings, is_online
+from groupwise.config.settings import DATASET, GroupSettings, is_online
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.runs.folder import list_rollouts, read_step
@@ -116,6 +116,8 @@ def work(
     asked = replace(
         known, group_size=len(rewards), updates_per_rollout=mu, minibatches=1, beta=known.beta if beta is None else beta
     )
+    if preset in DATASET:
+        raise ConfigError(f"{preset!r} learns from a data set; explain is for what samples completions: grpo, dapo, rloo ...")
     algorithm = resolve(preset, asked, longest)
     if algorithm.needs_forking:
         raise ConfigError("group.entropy_quantile asks for entropies, which a made-up policy does not have: explain --preset NAME")

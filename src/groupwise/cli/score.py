@@ -16,11 +16,12 @@ import numpy as np
 
 from groupwise.config.settings import RewardSettings
 from groupwise.data.sources import SourceRows, read_rows
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.rewards.compose import as_messages, build_rewards, combine
 from groupwise.rewards.find import Completions
 from groupwise.runs import recorded
 from groupwise.runs.origin import origin_of
+from groupwise.runs.run_files import RunFiles
 from groupwise.utils.files import expanded
 
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "finish_reason")
@@ -163,9 +164,11 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str]:
     Raises ConfigError for steps of what is no run, or that it did not record.
     """
     home = origin_of(path) if path.is_dir() else None
-    folder = (path if home is None else home.folder) / recorded.ROLLOUTS
-    have = recorded.places(folder) if path.is_dir() else {}
+    run = RunFiles(path if home is None else home.folder)
+    have, wrong = recorded.steps(run) if path.is_dir() else ({}, [])
     if not have:
+        if wrong:
+            raise RunError(wrong[0])
         if home is not None:
             raise ConfigError(f"{path} is a run without recorded completions: save.rollouts_every says which steps record theirs")
         if steps is not None:
@@ -175,12 +178,12 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str]:
     chosen = [max(have)] if steps is None else [step for step in have if any(step in part for part in steps)]
     all_of = f"recorded are {len(have)} steps from {min(have)} to {max(have)}"
     if not chosen:
-        raise ConfigError(f"{folder.parent} has no such step; {all_of}")
-    tables = [SourceRows(name=str(have[step].path), rows=recorded.table(folder, step).to_pylist()) for step in chosen]
+        raise ConfigError(f"{run.folder} has no such step; {all_of}")
+    tables = [SourceRows(name=str(run.folder / have[step]), rows=recorded.table(run, step).to_pylist()) for step in chosen]
     rows = [row for found in tables for row in found]
-    name = tables[0].name if len(tables) == 1 else str(folder)
+    name = tables[0].name if len(tables) == 1 else str(run.folder / recorded.ROLLOUTS)
     which = f"step {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
-    return _recorded(SourceRows(name=name, rows=rows)), f"{folder.parent}, {which} ({all_of}; --steps chooses)"
+    return _recorded(SourceRows(name=name, rows=rows)), f"{run.folder}, {which} ({all_of}; --steps chooses)"
 
 
 def _recorded(rows: SourceRows) -> SourceRows:

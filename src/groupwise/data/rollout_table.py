@@ -7,15 +7,58 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
+
+UNPACKED, RATIO = 1 << 28, 200
+"""A Parquet file may unpack to so many bytes, or so many times its own: a step has log-probs, which do not shrink."""
+
+PER_TOKEN = pa.list_(pa.float64())
+"""The type of a column with a number per token, or the same in float32."""
+_IDS = pa.list_(pa.int64())
+COLUMNS = {
+    "step": pa.int64(),
+    "group": pa.int64(),
+    "prompt_id": pa.string(),
+    "prompt_text": pa.string(),
+    "prompt_ids": _IDS,
+    "prompt_messages": pa.string(),
+    "prompt_wrapped": pa.bool_(),
+    "prompt_cut": pa.int64(),
+    "row": pa.string(),
+    "index": pa.int64(),
+    "completion_text": pa.string(),
+    "completion_ids": _IDS,
+    "behavior_logp": PER_TOKEN,
+    "current_logp": PER_TOKEN,
+    "advantages": PER_TOKEN,
+    "trained": pa.list_(pa.bool_()),
+    "version": _IDS,
+    "finish": pa.string(),
+    "eos_ids": _IDS,
+    "sampling": pa.string(),
+    "support": pa.list_(_IDS),
+    "episode": pa.string(),
+    "reward": pa.float64(),
+    "logged": pa.string(),
+    "run": pa.string(),
+}
+"""The columns of a table and their types."""
+LAST = ("reward", "logged", "run")
+"""Those that come behind the rewards of functions, or not from `table_of`."""
+FAMILIES = {"rewards/": pa.float64(), "extra/": pa.string(), "signals/": PER_TOKEN, "update/": PER_TOKEN}
+"""The types of columns with such a prefix."""
+_OF_TOKENS = ("completion_ids", "behavior_logp", "current_logp", "advantages", "trained", "version", "signals/", "update/")
+_ALWAYS = ("group", "index", "prompt_text", "completion_text", "completion_ids", "behavior_logp", "trained", "finish", "reward")
+_NEVER_NULL = ("group", "index", "completion_text", "completion_ids", "behavior_logp", "trained", "version", "finish")
 
 Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token."""
@@ -56,32 +99,13 @@ def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Sche
         return pa.list_(pa.float32() if all(column.dtype == np.float32 for column in columns) else pa.float64())
 
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
-    fields: list[tuple[str, pa.DataType]] = [
-        ("step", pa.int64()),
-        ("group", pa.int64()),
-        ("prompt_id", pa.string()),
-        ("prompt_text", pa.string()),
-        ("prompt_ids", pa.list_(pa.int64())),
-        ("prompt_messages", pa.string()),
-        ("prompt_wrapped", pa.bool_()),
-        ("prompt_cut", pa.int64()),
-        ("row", pa.string()),
-        ("index", pa.int64()),
-        ("completion_text", pa.string()),
-        ("completion_ids", pa.list_(pa.int64())),
-        ("behavior_logp", per_token(rollout.behavior_logp for rollout in rollouts)),
-        ("current_logp", per_token(column for group in step.current_logp for column in group if column.size)),
-        ("advantages", per_token(column for group in step.advantages for column in group)),
-        ("trained", pa.list_(pa.bool_())),
-        ("version", pa.list_(pa.int64())),
-        ("finish", pa.string()),
-        ("eos_ids", pa.list_(pa.int64())),
-        ("sampling", pa.string()),
-        ("support", pa.list_(pa.list_(pa.int64()))),
-        ("episode", pa.string()),
-        *((f"rewards/{name}", pa.float64()) for name in names),
-        ("reward", pa.float64()),
-    ]
+    columns = {
+        "behavior_logp": per_token(rollout.behavior_logp for rollout in rollouts),
+        "current_logp": per_token(column for group in step.current_logp for column in group if column.size),
+        "advantages": per_token(column for group in step.advantages for column in group),
+    }
+    fields = [(name, columns[name] if kind is PER_TOKEN else kind) for name, kind in COLUMNS.items() if name not in LAST]
+    fields += [*((f"rewards/{name}", pa.float64()) for name in names), ("reward", pa.float64())]
     fields += [(f"extra/{name}", pa.string()) for name in _extras(step)]
     fields += [("logged", pa.string())] if any(group.logged for group in step.groups) else []
     for name in signals:
@@ -133,6 +157,97 @@ def _row(step: Step, place: int, i: int, names: Sequence[str], signals: Sequence
         **{f"signals/{name}": group.signals[name][i] if name in group.signals else None for name in signals},
         **{f"update/{name}": column[place][i] if column[place][i].size else None for name, column in step.columns.items()},
     }
+
+
+def known_columns(schema: pa.Schema) -> list[str]:
+    """The columns of a table that `table_of` may have made; others are left out.
+
+    Raises ValueError for one that is missing or of another type.
+    """
+    known = []
+    if missing := [name for name in _ALWAYS if name not in schema.names]:
+        raise ValueError(f"it has no column {missing[0]}")
+    for field in schema:
+        expected = COLUMNS.get(field.name) or FAMILIES.get(family(field.name))
+        if expected is None:
+            continue
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        real = pa.types.is_list(kind) and pa.types.is_floating(kind.value_type)
+        if not (real if expected is PER_TOKEN else kind == expected):
+            raise ValueError(f"its column {field.name} is of type {field.type}")
+        if schema.get_all_field_indices(field.name)[1:]:
+            raise ValueError(f"it has two columns {field.name}")
+        known.append(field.name)
+    return known
+
+
+def check_values(table: pa.Table) -> None:
+    """Raises ValueError for columns of a table whose values `table_of` cannot have made: what reads them need not ask again."""
+    if not len(table):
+        raise ValueError("it holds no completions")
+    lengths: tuple[str, pa.ChunkedArray] | None = None
+    for name in table.column_names:
+        column, kind = table.column(name), family(name)
+        if name in _NEVER_NULL and column.null_count:
+            raise ValueError(f"its column {name} has gaps")
+        if name in ("group", "index"):
+            bounds = pc.min_max(column).as_py()
+            if bounds["min"] < 0 or bounds["max"] >= 1 << 31:
+                raise ValueError(f"its column {name} goes from {bounds['min']} to {bounds['max']}")
+        if (name == "reward" or kind == "rewards/") and pc.any(pc.is_inf(column)).as_py():
+            raise ValueError(f"its column {name} has infinite numbers")
+        if name in _OF_TOKENS or kind in _OF_TOKENS:
+            count = pc.list_value_length(column)
+            other = None if lengths is None else pc.not_equal(count, lengths[1])
+            if other is not None and name not in _NEVER_NULL:  # what was not computed has no numbers
+                other = pc.and_(other, pc.greater(count, 0))
+            if lengths is not None and pc.any(other).as_py():
+                raise ValueError(f"its columns {lengths[0]} and {name} have other numbers of tokens")
+            lengths = lengths or ((name, count) if name in _NEVER_NULL else None)
+
+
+def bounded_table(data: bytes, choose: Callable[[pa.Schema], list[str]] = lambda schema: schema.names) -> pa.Table:
+    """A Parquet file that does not unpack to much more than it is.  Raises ValueError.
+
+    choose: the columns to read, of the file's schema.
+    A column of text is read as the texts that differ, because one of them may stand for millions of rows.
+    """
+    room = max(UNPACKED, RATIO * len(data))
+    try:
+        with pq.ParquetFile(pa.BufferReader(data)) as plain:
+            schema, about = plain.schema_arrow, plain.metadata
+            names = choose(schema)
+            texts = [field.name for field in schema if pa.types.is_string(field.type) and field.name in names]
+            groups = [about.row_group(place) for place in range(about.num_row_groups)]
+        chunks = [group.column(place) for group in groups for place in range(about.num_columns)]
+        size = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
+        if max(size, about.num_rows) > room:
+            raise ValueError(f"it unpacks to more than {room:,} bytes")
+        with pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts) as file:
+            table = file.read(names, use_threads=False)
+        if sum(_text_bytes(column) for column in table.columns) > room:
+            raise ValueError(f"it unpacks to more than {room:,} bytes")
+        return table.cast(pa.schema([schema.field(name) for name in names], metadata=schema.metadata))
+    except (pa.ArrowException, OSError, OverflowError, KeyError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _text_bytes(column: pa.ChunkedArray) -> int:
+    """Bytes of a column's texts, each as often as it stands there."""
+    total = 0
+    for chunk in column.chunks if pa.types.is_dictionary(column.type) and pa.types.is_string(column.type.value_type) else ():
+        lengths = pc.binary_length(chunk.dictionary).cast(pa.int64())
+        total += pc.sum(lengths.take(chunk.indices)).as_py() or 0
+    return total
+
+
+def family(name: str) -> str:
+    """The prefix of a column's name, `rewards/`; nothing for one without.
+
+    >>> family("rewards/accuracy"), family("reward")
+    ('rewards/', '')
+    """
+    return name.partition("/")[0] + "/" if "/" in name else ""
 
 
 def _extras(step: Step) -> list[str]:

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -58,23 +57,30 @@ def of(tokenizer: Any) -> Vocabulary:
     return Vocabulary([None if name is None else _sentence_piece(name) for name in names], special)
 
 
+MOST_TOKENS = 1 << 24
+"""Ids of a vocabulary; of a larger one somebody has written a wrong number."""
+
+
 def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary of a parsed tokenizer.json.  Raises DataError for one without a vocabulary."""
     try:
         vocab = tokenizer["model"]["vocab"]
         named = {int(i): name for name, i in vocab.items()} if isinstance(vocab, dict) else {i: v[0] for i, v in enumerate(vocab)}
         added = {int(token["id"]): token for token in tokenizer.get("added_tokens") or ()}
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        kinds = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
+        bytes_of = (
+            _byte_level if '"ByteLevel"' in kinds else _sentence_piece if "\\u2581" in kinds or "ByteFallback" in kinds else _plain
+        )
+        ids = [*named, *added]
+        if min(ids, default=0) < 0 or max(ids, default=0) >= MOST_TOKENS:
+            raise ValueError(f"ids go from {min(ids)} to {max(ids)}")
+        pieces: list[bytes | None] = [None] * (max(ids, default=-1) + 1)
+        for i, name in named.items():
+            pieces[i] = bytes_of(name)
+        for i, token in added.items():
+            pieces[i] = _plain(token["content"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(f"a tokenizer.json without a vocabulary ({type(error).__name__}: {error})") from error
-    kinds = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
-    bytes_of = (
-        _byte_level if '"ByteLevel"' in kinds else _sentence_piece if "\\u2581" in kinds or "ByteFallback" in kinds else _plain
-    )
-    pieces: list[bytes | None] = [None] * (max([*named, *added], default=-1) + 1)
-    for i, name in named.items():
-        pieces[i] = bytes_of(name)
-    for i, token in added.items():
-        pieces[i] = _plain(token["content"])
     return Vocabulary(pieces, frozenset(i for i, token in added.items() if token.get("special")))
 
 
@@ -87,16 +93,12 @@ def to_bytes(vocabulary: Vocabulary) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def read(path: Path) -> Vocabulary:
-    """What `to_bytes` wrote, or the vocabulary of a tokenizer.json.  Raises DataError."""
-    try:
-        if path.suffix == ".json":
-            return from_json(json.loads(path.read_text(encoding="utf-8")))
-        table = pq.read_table(path)
-        special = table.column("special").to_pylist()
-        return Vocabulary(table.column("piece").to_pylist(), frozenset(i for i, found in enumerate(special) if found))
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise DataError(f"{path} is no vocabulary: {error}") from error
+def from_table(table: pa.Table) -> Vocabulary:
+    """The vocabulary of the table that `to_bytes` wrote.  Raises DataError."""
+    if table.schema.names != ["piece", "special"] or table.schema.types != [pa.binary(), pa.bool_()]:
+        raise DataError(f"no vocabulary: its columns are {table.schema.names}")
+    special = table.column("special").to_pylist()
+    return Vocabulary(table.column("piece").to_pylist(), frozenset(i for i, found in enumerate(special) if found))
 
 
 def _byte_table() -> dict[str, int]:

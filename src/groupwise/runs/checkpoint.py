@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from groupwise.errors import CheckpointError, StorageError
+from groupwise.errors import CheckpointError, RunError, StorageError
+from groupwise.runs.folder import FINAL, check_final
+from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger
@@ -240,10 +242,13 @@ def damage(path: Path) -> str | None:
         return f"{COMPLETE if not (path / COMPLETE).is_file() else MANIFEST} is missing"
     if (path / COMPLETE).read_bytes() != f"{files.digest(path / MANIFEST)}\n".encode():
         return f"{MANIFEST} and {COMPLETE} do not belong together"
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    if manifest["format"] != FORMAT:
-        return f"its format is {manifest['format']}, this version reads {FORMAT}"
-    expected = manifest["files"]
+    try:
+        manifest = RunFiles(path).json(MANIFEST)
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']}, this version reads {FORMAT}"
+        expected = {str(name): {"size": found["size"], "xxh3_128": found["xxh3_128"]} for name, found in manifest["files"].items()}
+    except (RunError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} is no manifest ({error})"
     try:
         present = dict(_files(path))
     except CheckpointError as error:
@@ -308,14 +313,18 @@ def step_of(path: Path) -> int:
 def policy_folder(path: Path | str) -> Path:
     """The Hugging Face folder meant by a path: such a folder itself, a checkpoint, or a run (its final model, else its newest).
 
-    Of a run of several stages the stage that was written last is meant.
-    Raises CheckpointError with what was found instead.
+    Of a run of several stages the stage that was written last is meant.  What a run wrote is compared with its checksums.
+    Raises CheckpointError with what was found instead, RunError for a model that is damaged.
     """
     path = expanded(path)
     if not path.is_dir():
         raise CheckpointError(f"no such folder: {path}")
     for folder in (path, path / "policy", path / "final"):
         if (folder / "config.json").is_file():
+            if folder.name == FINAL:
+                check_final(folder)
+            elif (folder.parent / COMPLETE).exists() and (wrong := damage(folder.parent)):
+                raise CheckpointError(f"checkpoint {folder.parent} is damaged: {wrong}")
             return folder
     if (newest := latest(path)) is not None:
         return newest / "policy"

@@ -1,15 +1,16 @@
-"""The run folder: everything about a run that is kept, in files that others can read while it trains.
+"""The run folder: everything about a run that is kept, in files that others can read while it trains (by `run_files`).
 
     config.yaml               resolved recipe, secrets redacted
     environment.json          one entry per start: versions, git commit, hardware
     metrics.jsonl             one line a step
-    rollouts/000012.parquet   one row per completion of that step; old steps together: `recorded`
+    rollouts/000012.parquet   one row per completion of that step
     evaluations/              the same of the held-out prompts, where there were evaluations
     tokens.parquet            the text of every token id
     tensorboard/ wandb/       the same metrics for dashboards (`save.report_to`)
     dashboards.json           what those call the run
     inputs.json               data and reward files: what they held when the run began
     done.json                 written when the last step is taken: the files of the final model
+    checksums.txt             of all of these, but for the dashboards'
     .lock                     held by the process that writes here
 
 Importing this file does not import torch: `groupwise runs` and `groupwise score` read run folders through it.
@@ -37,10 +38,11 @@ from groupwise.config.recipes import changes, dump, run_folder
 from groupwise.config.settings import Recipe
 from groupwise.data import vocabulary
 from groupwise.data.rollout_table import columns_of, groups_of, jsonable
-from groupwise.errors import ConfigError, DataError, StorageError
+from groupwise.errors import ConfigError, RunError, StorageError
 from groupwise.records import Scored, Step
 from groupwise.runs import recorded
 from groupwise.runs.dashboards.base import Dashboards
+from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted_command
 from groupwise.utils.terminal import json_line, logger
@@ -68,6 +70,8 @@ METRICS, ROLLOUTS, TOKENS, CONFIG, ENVIRONMENT, DONE, LOCK = (
     "done.json",
     ".lock",
 )
+LARGEST_CONFIG = 1 << 17
+"""Bytes of `config.yaml`: YAML is slow to read."""
 FINAL = "final"
 """Folder of the trained model."""
 EVALUATED = "eval/"
@@ -97,10 +101,11 @@ def choose_folder(recipe: Recipe) -> Path:
     Running the same recipe again resumes it.  Raises ConfigError with the differences if the folder holds a run of another recipe.
     """
     folder = run_folder(recipe)
-    if (folder / CONFIG).is_file():
+    run = RunFiles(folder)
+    if run.has(CONFIG):
         try:
-            different = changes((folder / CONFIG).read_text(encoding="utf-8"), recipe)
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            different = changes(run.text(CONFIG, LARGEST_CONFIG), recipe)
+        except (RunError, ConfigError) as error:
             raise ConfigError(
                 f"{folder / CONFIG} is damaged, so that nobody knows whether it is the same run ({error}): restore it, delete it "
                 "to continue with the recipe as it is now, or start anew with fresh=True"
@@ -182,7 +187,7 @@ class Lock:
 
 def _holder(text: str) -> dict[str, Any]:
     try:
-        holder = json.loads(text)
+        holder = bounded_json(text)
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
@@ -206,8 +211,8 @@ def _alive(holder: Mapping[str, Any]) -> bool:
 def in_use(folder: Path) -> bool:
     """True if a live process of this host writes there; for display only."""
     try:
-        return _alive(_holder((Path(folder) / LOCK).read_text(encoding="utf-8")))
-    except OSError:
+        return _alive(_holder(RunFiles(folder).text(LOCK)))
+    except RunError:
         return False
 
 
@@ -223,26 +228,40 @@ class RunLog:
 
     def __init__(self, folder: Path, recipe: Recipe, *, done: int = 0) -> None:
         self.folder = Path(folder)
+        self.files = RunFiles(self.folder)
         self._every = recipe.save.rollouts_every
         with files.storing(self.folder, "the run"):
             (self.folder / ROLLOUTS).mkdir(parents=True, exist_ok=True)
-            files.write(self.folder / CONFIG, dump(recipe).encode())
-            _add_environment(self.folder / ENVIRONMENT, done)
-            before = read_metrics(self.folder) if done else []
+            for kind in (recorded.ROLLOUTS, recorded.EVALUATIONS):
+                recorded.cut(self.files, kind, done)
+            (self.folder / DONE).unlink(missing_ok=True)
+            before = self._lines_before() if done else []
+            self.files.begin(without=(METRICS,))
+            self.files.write(CONFIG, dump(recipe).encode())
+            _add_environment(self.files, done)
             self.lines = {line["step"]: line for line in before if line["step"] <= done}
             """What stands in the log, by step."""
             self._write_lines()
-            for kind in (recorded.ROLLOUTS, recorded.EVALUATIONS):
-                recorded.cut(self.folder / kind, done)
             self._run = recipe.name
-            (self.folder / DONE).unlink(missing_ok=True)
             sent = max((line["step"] for line in before), default=-1)
             self._dashboards = Dashboards(self.folder, recipe, list(self.lines.values()), sent)
             self._finished = False
 
+    def _lines_before(self) -> list[dict[str, Any]]:
+        """What stood in the log; a damaged one is put aside, and goes on without its bad lines."""
+        found = LogReader(self.files)
+        lines = found.read()
+        if found.problems:
+            aside = self.folder / "metrics.damaged.jsonl"
+            os.replace(self.folder / METRICS, aside)
+            log.warning("%s; the log goes on without (as it was: %s)", "; ".join(found.problems), aside.name)
+        return lines
+
     def _write_lines(self) -> None:
-        files.write(self.folder / METRICS, "".join(_line(line) for line in self.lines.values()).encode())
-        self._file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - held until `close`
+        lines = [_line(line).encode() for line in self.lines.values()]
+        self.files.note_lines(METRICS, lines)
+        files.write(self.folder / METRICS, b"".join(lines))
+        self._file = open(self.folder / METRICS, "ab")  # noqa: SIM115 - held until `close`
 
     def write(self, step: Step) -> None:
         """Record a step: its line at once, and its completions where they are due."""
@@ -253,11 +272,7 @@ class RunLog:
         try:
             if self._every and step.groups and step.number % self._every == 0:
                 with files.storing(self.folder / ROLLOUTS / f"{step.number:06d}.parquet", "the completions of a step"):
-                    recorded.write(self.folder / ROLLOUTS, step, self._run)
-                try:
-                    recorded.pack(self.folder / ROLLOUTS)
-                except OSError as error:  # the steps stay in files of their own
-                    log.warning("older rollouts could not be put together: %s", error)
+                    recorded.write(self.files, ROLLOUTS, step, self._run)
                 self._dashboards.table(step)
         finally:  # the step was taken, whatever becomes of its completions
             self._write_line(line)
@@ -266,7 +281,9 @@ class RunLog:
         with files.storing(self.folder / METRICS, "the log"):
             if not os.fstat(self._file.fileno()).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "it was deleted while the run went on")
-            self._file.write(_line(line))
+            written = _line(line).encode()
+            self.files.note_lines(METRICS, [written])
+            self._file.write(written)
             self._file.flush()
         self._dashboards.write(line)
         self.lines[line["step"]] = line
@@ -287,28 +304,26 @@ class RunLog:
         """Record completions of held-out prompts after step `number`."""
         if self._every and groups:
             with files.storing(self.folder / recorded.EVALUATIONS, "held-out completions"):
-                recorded.write(self.folder / recorded.EVALUATIONS, Step(number=number, metrics={}, groups=groups), self._run)
+                recorded.write(self.files, recorded.EVALUATIONS, Step(number=number, metrics={}, groups=groups), self._run)
 
     def tokens(self, tokenizer: Any) -> None:
         """Record the text of every token id once, so that readers of the run need no tokenizer."""
         if not (self.folder / TOKENS).exists():
             with files.storing(self.folder / TOKENS, "the vocabulary"):
-                files.write(self.folder / TOKENS, vocabulary.to_bytes(vocabulary.of(tokenizer)))
+                self.files.write(TOKENS, vocabulary.to_bytes(vocabulary.of(tokenizer)))
 
     def sync(self) -> None:
         """Make what was written survive a power cut; call it before a checkpoint."""
         with files.storing(self.folder / METRICS, "the log"):
             self._file.flush()
             os.fsync(self._file.fileno())
+            self.files.sync()
 
-    def finish(self, step: int, summary: Mapping[str, Any] | None = None, model: Path | None = None) -> None:
-        """Mark the run as finished after `step` steps.   model: folder of what came of it, whose files are listed."""
+    def finish(self, step: int, summary: Mapping[str, Any] | None = None) -> None:
+        """Mark the run as finished after `step` steps."""
         ended: dict[str, Any] = {"step": step, "time": time.time(), **(summary or {})}
         with files.storing(self.folder / DONE, "the end of the run"):
-            if model is not None:
-                names = sorted(path.name for path in model.iterdir() if path.is_file())
-                ended["model"] = {"folder": model.name, "files": {name: files.fingerprint(model / name) for name in names}}
-            files.write(self.folder / DONE, json.dumps(jsonable(ended), indent=1).encode())
+            self.files.write(DONE, json.dumps(jsonable(ended), indent=1).encode())
         self._finished = True
 
     def close(self) -> None:
@@ -333,8 +348,8 @@ def finished(folder: Path) -> int | None:
 def _ended(folder: Path) -> Mapping[str, Any]:
     """What `RunLog.finish` wrote; empty if it did not, or if that is damaged."""
     try:
-        ended = json.loads((Path(folder) / DONE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        ended = RunFiles(folder).json(DONE)
+    except RunError:
         return {}
     return ended if isinstance(ended, dict) else {}
 
@@ -346,42 +361,80 @@ EDITED = (".json", ".md", ".jinja")
 def unfinished(folder: Path) -> str | None:
     """What is wrong with the final model of a finished run, the file named; None if every file is there as it was written.
 
-    Files are compared byte by byte, but for those that people edit: a card and a template need only be there, JSON must be JSON.
+    Files are compared by their checksums, but for those that people edit: a card and a template need only be there, JSON must be
+    JSON.
     """
-    model = _ended(folder).get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("files"), dict):
-        place = Path(folder) / FINAL  # written before models were listed
+    run = RunFiles(folder)
+    if not (names := run.known(f"{FINAL}/")):
+        place = run.folder / FINAL  # written before there were checksums
         whole = (place / "config.json").is_file() and any(file.stat().st_size for file in place.glob("*.safetensors"))
         return None if whole else f"{FINAL}/ is not there, or not whole"
-    place = Path(folder) / str(model.get("folder"))
-    for name, expected in model["files"].items():
-        file = place / name
+    for name in names:
+        file, wrong = run.folder / name, None
         if not name.endswith(EDITED):
-            wrong = files.altered(file, expected)
-        elif not file.is_file() or not (file.stat().st_size or not expected["size"]):
+            try:
+                run.verify(name)
+            except RunError as error:
+                return str(error)
+        elif not file.is_file() or not file.stat().st_size:
             wrong = "is missing or empty"
-        else:
-            wrong = "is no JSON any more" if name.endswith(".json") and not _is_json(file) else None
+        elif name.endswith(".json") and not _is_json(file):
+            wrong = "is no JSON any more"
         if wrong:
-            return f"{place.name}/{name} {wrong}"
+            return f"{name} {wrong}"
     return None
+
+
+def check_final(model: Path) -> None:
+    """Compare a finished run's model with what the run wrote, before it is used.  A warning names a file that people edit.
+
+    Raises RunError for any other.
+    """
+    run = RunFiles(model.parent)
+    for name in run.known(f"{model.name}/"):
+        try:
+            run.verify(name)
+        except RunError as error:
+            if not name.endswith(EDITED):
+                raise RunError(f"{error}; the training command makes it again from the last checkpoint") from error
+            log.warning("%s; it is used as it is", error)
 
 
 def _is_json(file: Path) -> bool:
     try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        bounded_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return False
     return True
 
 
 def model_digest(folder: Path) -> str | None:
     """One text that stands for the weights of a finished run's model; None if the run has not finished."""
-    model = _ended(folder).get("model")
-    named = model.get("files") if isinstance(model, dict) else None
-    if not isinstance(named, dict):
+    run = RunFiles(folder)
+    weights = [name for name in run.known(f"{FINAL}/") if name.endswith(".safetensors")]
+    if not weights or finished(folder) is None:
         return None
-    return " ".join(str(entry.get("xxh3_128")) for name, entry in sorted(named.items()) if name.endswith(".safetensors"))
+    return " ".join(list(run.digests(name))[-1] for name in weights)
+
+
+def record_end(folder: Path, why: str) -> None:
+    """Note beside a run's last start why it ended.  A disk that does not take it is no matter: the run has ended."""
+    run = RunFiles(folder)
+    with suppress(RunError, OSError):
+        if attempts := attempts_of(run):
+            _write_attempts(run, [*attempts[:-1], {**attempts[-1], "ended": why}])
+
+
+def standing(run: RunFiles) -> tuple[str, str]:
+    """`finished`, `live`, `failed` or `stopped`; and why it failed, else nothing."""
+    if finished(run.folder) is not None:
+        return "finished", ""
+    if in_use(run.folder):
+        return "live", ""
+    with suppress(RunError):
+        if (attempts := attempts_of(run)) and isinstance(why := attempts[-1].get("ended"), str):
+            return "failed", why
+    return "stopped", ""
 
 
 def _evaluated(evaluation: Mapping[str, float]) -> dict[str, float]:
@@ -392,19 +445,30 @@ def _line(values: Mapping[str, Any]) -> str:
     return json_line(jsonable(values))
 
 
-def _add_environment(path: Path, done: int) -> None:
+def attempts_of(run: RunFiles) -> list[dict[str, Any]]:
+    """The starts of a run, by `environment.json`; none if there is no such file.  Raises RunError."""
+    if not run.has(ENVIRONMENT):
+        return []
+    found = run.json(ENVIRONMENT)
+    attempts = found.get("attempts") if isinstance(found, dict) else None
+    if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
+        raise RunError(f"{run.folder / ENVIRONMENT} holds no attempts")
+    return attempts
+
+
+def _add_environment(run: RunFiles, done: int) -> None:
     """Add this start to those that are there; a file that cannot be read is put aside."""
-    attempts: Any = []
-    if path.exists():
-        try:
-            attempts = json.loads(path.read_text(encoding="utf-8"))["attempts"]
-            if not isinstance(attempts, list):
-                raise ValueError("attempts is no list")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            attempts, aside = [], path.with_suffix(".damaged.json")
-            os.replace(path, aside)
-            log.warning("%s was damaged (%s): it is %s now, and begun anew", path, error, aside.name)
-    files.write(path, json.dumps({"attempts": [*attempts, {"after_step": done, **environment()}]}, indent=1).encode())
+    try:
+        attempts = attempts_of(run)
+    except RunError as error:
+        attempts, aside = [], run.folder / "environment.damaged.json"
+        os.replace(run.folder / ENVIRONMENT, aside)
+        log.warning("%s: it is %s now, and begun anew", error, aside.name)
+    _write_attempts(run, [*attempts, {"after_step": done, **environment()}])
+
+
+def _write_attempts(run: RunFiles, attempts: Sequence[Mapping[str, Any]]) -> None:
+    run.write(ENVIRONMENT, json.dumps({"attempts": attempts}, indent=1).encode())
 
 
 def environment() -> dict[str, Any]:
@@ -458,43 +522,125 @@ def _commit(folder: Path) -> str | None:
 # ---------------------------------------------------------------- reading
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl as dicts, in order; empty if there is none yet.
+LARGEST_LOG, MOST_PROBLEMS = 1 << 30, 20
+"""Bytes of metrics.jsonl; bad lines of it that are named."""
 
-    A last line that is not whole (the run is writing it, or died there) is left out.  Raises DataError for any other bad line.
+
+class LogReader:
+    """Reads metrics.jsonl, and on as it grows.
+
+    A line that a run did not write is left out, and named in `problems`.  So is a whole line that is none; a last one that is not
+    whole (the run is writing it, or died there) is left for later.
     """
-    path = Path(folder) / METRICS
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return []
-    entries = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            values = json.loads(line)
-            if not isinstance(values, dict) or not isinstance(values.get("step"), int):
-                raise ValueError("no step in it")
-        except (ValueError, RecursionError) as error:
-            if number == len(lines) - 1:
-                break
-            raise DataError(f"{path}:{number}: not a line of metrics ({error}): {line[:60]!r}") from error
-        entries.append({name: _number(value) for name, value in values.items()})
-    return entries
+
+    def __init__(self, run: RunFiles) -> None:
+        self._run = run
+        self._clear()
+
+    def _clear(self) -> None:
+        self._file: tuple[int, int] | None = None
+        self._offset = self._number = 0
+        self._matched: set[str] = set()
+        self.problems: list[str] = []
+        self.restarted = True
+        """True if the last `read` began at the first line: what was read before holds no more."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines that came since the last call; all of them where the file was replaced (a resumed run).  Raises RunError."""
+        self.restarted = False
+        if not self._run.has(METRICS):
+            return []
+        with self._run.open(METRICS) as file:
+            status = os.fstat(file.fileno())
+            if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
+                self._clear()
+                self._file = status.st_dev, status.st_ino
+            if status.st_size > LARGEST_LOG:
+                raise RunError(f"{self._run.folder / METRICS} has more than {LARGEST_LOG:,} bytes")
+            file.seek(self._offset)
+            fresh = file.read()
+        whole = fresh[: fresh.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        lines = whole.split(b"\n")[:-1]
+        known = self._run.digests(METRICS).keys()
+        digests = [files.digest_of(line) for line in lines] if known else []
+        self._matched.update(known & set(digests))
+        # A digest that no line has is that of a line which was written otherwise.  Without one, the power went before the digests
+        # of the last lines were on the disk.
+        altered = bool(known - self._matched)
+        entries = []
+        for place, line in enumerate(lines):
+            self._number += 1
+            try:
+                if altered and digests[place] not in known:
+                    raise ValueError("it is not what the run wrote, its checksum differs")
+                entries.append(_entry(line))
+            except ValueError as error:
+                if len(self.problems) < MOST_PROBLEMS:
+                    self.problems.append(f"{self._run.folder / METRICS}:{self._number}: not a line of metrics ({error})")
+        return entries
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    """A line of metrics.jsonl.  Raises ValueError."""
+    values = bounded_json(line.decode("utf-8"))
+    step = values.get("step") if isinstance(values, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+        raise ValueError("no step in it")
+    return {name: _number(value) for name, value in values.items()}
 
 
 def _number(value: Any) -> Any:
-    return float(value) if value in ("nan", "inf", "-inf") else value
+    return float(value) if value in ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity") else value
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl as dicts, in order; empty if there is none yet.  A warning names lines that are left out."""
+    found = LogReader(RunFiles(folder))
+    lines = found.read()
+    for problem in found.problems:
+        log.warning("%s: it is left out", problem)
+    return lines
+
+
+TAIL = 1 << 16
+"""Bytes at the end of the log in which its last line is looked for."""
+
+
+def last_metrics(run: RunFiles) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl; empty if there is none.  Raises RunError if it is no line of metrics."""
+    if not run.has(METRICS):
+        return {}
+    with run.open(METRICS) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+        whole, end, _ = file.read(TAIL).rpartition(b"\n")
+    if not end:
+        return {}
+    try:
+        return _entry(whole.rpartition(b"\n")[2])
+    except ValueError as error:
+        raise RunError(f"{run.folder / METRICS}: its last line is not one of metrics ({error})") from error
 
 
 def list_rollouts(folder: Path) -> list[int]:
     """The steps whose completions were written, in order."""
-    return list(recorded.places(Path(folder) / ROLLOUTS))
+    return list(recorded.steps(RunFiles(folder))[0])
 
 
 def read_step(folder: Path, step: int) -> Step:
-    """A recorded step as the record it was: the same ids, log-probs, rewards, advantages, metrics."""
-    table = recorded.table(Path(folder) / ROLLOUTS, step)
-    groups, advantages, current = groups_of(table)
+    """A recorded step as the record it was: the same ids, log-probs, rewards, advantages, metrics.
+
+    Raises DataError if it is not there, RunError if its file is not what the run wrote.
+    """
+    run = RunFiles(folder)
+    table = recorded.table(run, step)
+    try:
+        groups, advantages, current = groups_of(table)
+        columns = columns_of(table)
+    except KeyError as error:
+        raise RunError(f"step {step} of {folder}: the recorded completions have no column {error.args[0]!r}") from error
+    except (TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
+        raise RunError(f"step {step} of {folder}: the recorded completions are damaged: {error}") from error
     lines = {line["step"]: line for line in read_metrics(folder)}
     flat = {name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")}
     timings = {name.removeprefix("time/"): flat.pop(name) for name in list(flat) if name.startswith("time/")}
@@ -506,7 +652,7 @@ def read_step(folder: Path, step: int) -> Step:
         groups=tuple(groups),
         advantages=tuple(advantages) if any(advantages) else (),
         current_logp=tuple(current) if any(current) else (),
-        columns=columns_of(table),
+        columns=columns,
         evaluation=evaluation or None,
     )
 

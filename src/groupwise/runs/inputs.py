@@ -22,7 +22,7 @@ from groupwise.config.live_objects import Live, short_digest
 from groupwise.config.recipes import run_folder
 from groupwise.config.settings import PARTS, Recipe
 from groupwise.data.sources import fingerprint
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
 from groupwise.rewards.find import LiveReward
@@ -30,6 +30,7 @@ from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.runs import user_code
 from groupwise.runs.folder import model_digest
 from groupwise.runs.held import held_digest
+from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
@@ -265,14 +266,14 @@ def record_inputs(folder: Path, now: Inputs, done: int) -> None:
     if not history or history[-1].get("inputs") != now:
         entry = {"after_step": done, "time": time.time(), "inputs": now}
         with files.storing(folder / INPUTS, "the inputs of the run"):
-            files.write(folder / INPUTS, json.dumps({"history": [*history, entry]}, indent=1).encode())
+            RunFiles(folder).write(INPUTS, json.dumps({"history": [*history, entry]}, indent=1).encode())
 
 
 def _last(folder: Path) -> Inputs:
     history = _history(folder)
     found = history[-1].get("inputs") if history else None
     inputs = {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
-    if inputs != found and (folder / INPUTS).exists():
+    if inputs != found and RunFiles(folder).has(INPUTS):
         log.warning("%s is damaged: whether data, code or models have changed since the run began cannot be told", folder / INPUTS)
     return inputs
 
@@ -280,7 +281,6 @@ def _last(folder: Path) -> Inputs:
 def _history(folder: Path) -> list[dict[str, Any]]:
     """What `record_inputs` wrote; nothing if that is not there (an older run), or damaged."""
     try:
-        found = json.loads((folder / INPUTS).read_text(encoding="utf-8"))["history"]
-        return [{**entry} for entry in found]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return [{**entry} for entry in RunFiles(folder).json(INPUTS)["history"]]
+    except (RunError, KeyError, TypeError):
         return []

@@ -23,7 +23,7 @@ from groupwise.config.settings import ControlTokens, ModelSettings
 from groupwise.config.validation import wrong_model
 from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
-from groupwise.errors import ConfigError, DataError, EngineError
+from groupwise.errors import ConfigError, DataError, EngineError, RunError
 from groupwise.models import loading
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.policy import Policy
@@ -305,7 +305,7 @@ def _origin(path: str | os.PathLike[str]) -> Origin | None:
     """The run that made a model; a recipe that this version cannot read is told of, and costs only what the run would have said."""
     try:
         return origin_of(os.fspath(path))
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         log.warning("%s; prompts are asked as they are given", error)
         return None
 

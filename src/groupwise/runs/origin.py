@@ -6,14 +6,15 @@ Importing this file does not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import parse
-from groupwise.errors import ConfigError
-from groupwise.runs.folder import CONFIG, METRICS, read_metrics
+from groupwise.errors import RunError
+from groupwise.runs.folder import CONFIG, LARGEST_CONFIG, METRICS, read_metrics
+from groupwise.runs.run_files import RunFiles
 from groupwise.utils.files import expanded
 
 HEIGHT = 3
@@ -34,16 +35,15 @@ class Origin:
 
 
 def overridden(origin: Origin, overrides: Sequence[str]) -> Origin:
-    """The run with overrides of its recipe.  Raises ConfigError."""
-    file = origin.folder / CONFIG
-    return replace(origin, recipe=parse_recorded(file.read_text(encoding="utf-8"), str(file), overrides)) if overrides else origin
+    """The run with overrides of its recipe.  Raises ConfigError, RunError."""
+    return _read(origin.folder, overrides) if overrides else origin
 
 
 def origin_of(path: str | Path) -> Origin | None:
     """The run of a run folder, or of a model, checkpoint, rollouts or file inside of one; None if no run made it.
 
     Of a run of several stages the stage that was written last is meant.  Data, models and reward functions that the recipe names
-    need not be there any more.  Raises ConfigError if the run's `config.yaml` cannot be read.
+    need not be there any more.  Raises RunError or ConfigError if the run's `config.yaml` cannot be read.
     """
     place = expanded(path)
     if not place.exists():
@@ -59,15 +59,16 @@ def origin_of(path: str | Path) -> Origin | None:
 
 def _is_run(folder: Path) -> bool:
     """True for a folder with a recipe in it."""
-    try:
-        tree, problems = parse((folder / CONFIG).read_text(encoding="utf-8"), CONFIG)
-    except (OSError, UnicodeDecodeError):
+    run = RunFiles(folder)
+    if not run.has(CONFIG):
         return False
+    try:
+        tree, problems = parse(run.text(CONFIG, LARGEST_CONFIG), CONFIG)
+    except RunError:
+        return True  # whoever reads it says what is wrong
     return bool(problems) or (isinstance(tree.value, dict) and "objective" in tree.value)
 
 
-def _read(folder: Path) -> Origin:
-    try:
-        return Origin(folder=folder, recipe=parse_recorded((folder / CONFIG).read_text(encoding="utf-8"), str(folder / CONFIG)))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error
+def _read(folder: Path, overrides: Sequence[str] = ()) -> Origin:
+    text = RunFiles(folder).text(CONFIG, LARGEST_CONFIG)
+    return Origin(folder=folder, recipe=parse_recorded(text, str(folder / CONFIG), overrides))

@@ -9,10 +9,10 @@ Nothing is sampled, no reward function is called, nothing in the run folder is c
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from groupwise.algorithms.registry import Algorithm, resolve
 from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.config.validation import STAGE
-from groupwise.errors import CheckpointError, ConfigError, DataError
+from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rewards.compose import combine
 from groupwise.rollout.asynchronous import PrefetchedRollouts
@@ -33,10 +33,11 @@ from groupwise.rollout.dynamic_sampling import Collected, GroupSampler
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Learner, make_learner
 from groupwise.runs.engines import sampled_elsewhere
-from groupwise.runs.folder import CONFIG, ENVIRONMENT, FINAL, environment, read_step
+from groupwise.runs.folder import CONFIG, ENVIRONMENT, FINAL, LARGEST_CONFIG, attempts_of, environment, read_step
 from groupwise.runs.plan import fitted
 from groupwise.runs.prepare import blueprint_of, sampling_of, shape_of
-from groupwise.runs.resume import REFERENCE, reader
+from groupwise.runs.resume import REFERENCE, check_reference, reader
+from groupwise.runs.run_files import RunFiles
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.metric_table import find
 from groupwise.training.mismatch import diagnose
@@ -201,12 +202,7 @@ def replay(folder: Path | str, number: int, changes: Sequence[str] = (), *, mode
 
 def read_recorded(folder: Path, number: int) -> Step:
     """A recorded step with all that a replay needs.  Raises DataError with what is missing."""
-    try:
-        step = read_step(folder, number)
-    except KeyError as error:
-        raise DataError(f"step {number} of {folder}: the recorded completions have no column {error.args[0]!r}") from error
-    except (TypeError, ValueError, AssertionError) as error:
-        raise DataError(f"step {number} of {folder}: the recorded completions are damaged: {error}") from error
+    step = read_step(folder, number)
     if "loss" not in step.metrics:
         raise DataError(f"metrics.jsonl of {folder} has no line of step {number}: there is nothing to compare with")
     if len(step.advantages) != len(step.groups) or any(
@@ -218,10 +214,9 @@ def read_recorded(folder: Path, number: int) -> Step:
 
 def _configured(folder: Path, changes: Sequence[str]) -> tuple[Recipe, Algorithm]:
     """The recipe of a run folder and its algorithm, with changes."""
-    try:
-        text = (folder / CONFIG).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder} is no run folder{near_path(folder)}: cannot read {CONFIG} ({error})") from error
+    if not RunFiles(folder).has(CONFIG):
+        raise ConfigError(f"{folder} is no run folder{near_path(folder)}: it has no {CONFIG}")
+    text = RunFiles(folder).text(CONFIG, LARGEST_CONFIG)
     for change in changes:
         key = change.partition("=")[0].strip()
         weight = key.startswith("rewards.") and key.endswith(".weight")
@@ -271,10 +266,9 @@ def _beginning(folder: Path, number: int, reach: int) -> tuple[int | None, str |
 def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
     """What differs between the machine that took a step and this one, and the threads it took it with."""
     try:
-        attempts = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["attempts"]
-        then = next(attempt for attempt in reversed(attempts) if attempt["after_step"] < number)
+        then = next(attempt for attempt in reversed(attempts_of(RunFiles(folder))) if attempt["after_step"] < number)
         versions = dict(then["versions"])
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+    except (RunError, ValueError, KeyError, TypeError, StopIteration):
         return f"{ENVIRONMENT} does not say where the step was taken", torch.get_num_threads()
     now = environment()
     different = [
@@ -345,11 +339,9 @@ def _outcome(
 def _routed(folder: Path, recipe: Recipe) -> bool:
     """True if a model has experts whose load its loss balances."""
     for place in (folder / FINAL, Path(str(recipe.model.path)), *(folder / checkpoint.CHECKPOINTS).glob("*/policy")):
-        try:
-            config = json.loads((place / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        return bool(config.get("output_router_logits") and config.get("router_aux_loss_coef"))
+        with suppress(RunError):
+            if isinstance(config := RunFiles(place).json("config.json"), dict):
+                return bool(config.get("output_router_logits") and config.get("router_aux_loss_coef"))
     return False
 
 
@@ -463,6 +455,7 @@ def _learner(folder: Path, recipe: Recipe, algorithm: Algorithm, begun: int, tra
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
     recipe = fitted(recipe, shape_of(recipe, blueprint))
     kept = folder / REFERENCE
+    check_reference(folder)
     anchored = not algorithm.needs_reference or recipe.model.lora is not None or kept.is_dir() or saved is None
     learner = make_learner(
         recipe,

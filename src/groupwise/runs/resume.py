@@ -13,9 +13,11 @@ from torch import Tensor
 
 from groupwise.config.settings import Recipe
 from groupwise.distributed import sharded_checkpoint
+from groupwise.errors import CheckpointError, RunError
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, make_job
 from groupwise.runs.folder import FINAL
+from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 
 REFERENCE = "reference"
@@ -31,6 +33,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
         for name in (FINAL, REFERENCE):
             files.recover(folder / name)
     return checkpoint.latest(folder)
+
+
+def check_reference(folder: Path) -> None:
+    """Raises CheckpointError if the weights before the first step, or their tokenizer, are not what the run wrote."""
+    try:
+        RunFiles(folder).verify_folder(REFERENCE)
+    except RunError as error:
+        raise CheckpointError(f"the KL would be to other weights: {error}, or start anew with --fresh") from error
 
 
 def resumed_job(recipe: Recipe, folder: Path, newest: Path | None) -> Job:

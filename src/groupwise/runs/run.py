@@ -36,19 +36,21 @@ from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged
 from groupwise.runs.dashboards import base as dashboards
-from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
+from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, record_end, unfinished
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
 from groupwise.runs.plan import Lines
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import Progress, make_console, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
-from groupwise.runs.resume import REFERENCE, newest_checkpoint, resumed_job
+from groupwise.runs.resume import REFERENCE, check_reference, newest_checkpoint, resumed_job
+from groupwise.runs.run_files import RunFiles
 from groupwise.runs.saving import Saver, set_failure_hint
 from groupwise.runs.signals import end_later, endings
 from groupwise.training import limit_meter
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
+from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import logger
 
 REPAIRED = "; a function that has been repaired is another one, which accept_changes=True takes"
@@ -147,6 +149,7 @@ class Run:
                 torch.set_num_threads(recipe.threads)
             newest = comm.from_first(lambda: newest_checkpoint(folder))
             self.done = checkpoint.step_of(newest) if newest is not None else 0
+            comm.from_first(lambda: check_reference(folder))
             set_failure_hint(newest)
             meant = resolved(recipe)
             self._inputs = comm.from_first(lambda: inputs_of(meant))
@@ -159,7 +162,7 @@ class Run:
             self._meter = _meter(self.job, meant)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
             self._whole = (self.done, self.job.taken, self.job.place())
-            self._judging = self._writing = False
+            self._judging = self._writing = self._begun = False
         except BaseException:
             if "job" in vars(self):
                 self.job.close()
@@ -185,6 +188,8 @@ class Run:
                     self.saver.wait()
             self.job.close()
         finally:
+            if isinstance(error, Exception) and self._begun and self.first:
+                record_end(self.folder, scrubbed(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
             self._release_lock()
             torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended)):
@@ -248,6 +253,7 @@ class Run:
 
     def _open_log(self) -> RunLog | Unwritten:
         opened: list[RunLog] = []
+        self._begun = True
 
         def begin() -> None:
             opened.append(RunLog(self.folder, self.recipe, done=self.done))
@@ -265,7 +271,7 @@ class Run:
         def close() -> None:
             with files.storing(final, "the model card"):
                 write_card(final, self.recipe, self.job.plan, after)
-            log.finish(self.done, {} if after is None else after.metrics(), final)
+            log.finish(self.done, {} if after is None else after.metrics())
 
         comm.from_first(close)
 
@@ -400,7 +406,7 @@ class Unwritten:
     def sync(self) -> None:
         """Nothing."""
 
-    def finish(self, step: int, summary: Mapping[str, float], model: Path) -> None:
+    def finish(self, step: int, summary: Mapping[str, float]) -> None:
         """Nothing."""
 
 
@@ -624,6 +630,8 @@ def _export(policy: Policy, folder: Path, what: str) -> None:
     def name() -> None:
         with files.storing(folder, what):
             files.sync_tree(temporary)
+            written = sorted(path for path in temporary.rglob("*") if path.is_file())
+            RunFiles(folder.parent).note((f"{folder.name}/{path.relative_to(temporary)}", files.digest(path)) for path in written)
             files.place(temporary, folder)
 
     temporary = comm.from_first(prepare)

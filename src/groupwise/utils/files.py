@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 from safetensors import SafetensorError
@@ -126,10 +126,17 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 def digest(path: Path) -> str:
     """xxh3-128 of a file's content, in hexadecimal."""
-    found = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            found.update(chunk)
+        return digest_of(file)
+
+
+def digest_of(content: bytes | IO[bytes]) -> str:
+    """The same of bytes, or of a file that is open."""
+    if isinstance(content, bytes):
+        return xxhash.xxh3_128_hexdigest(content)
+    found = xxhash.xxh3_128()
+    while chunk := content.read(CHUNK):
+        found.update(chunk)
     return found.hexdigest()
 
 

@@ -16,9 +16,9 @@ A quantity that was not recorded has no column.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -27,18 +27,21 @@ import pyarrow.compute as pc
 
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
+from groupwise.runs.run_files import bounded_json
 from groupwise.viewer.sources import TRAINING, Source
 
 TOKENS, CHARACTERS = 1500, 6000
 """What one answer holds of a completion; the rest is asked for as it is scrolled to."""
 CROWD = 256
 """Completions of a group that are answered at once."""
+LARGEST_JSON = 1 << 22
+"""Characters of a row, of messages or of an episode; a longer one is not shown."""
 EXCERPT = 160
 """Characters of a prompt in a list."""
 
 Json = dict[str, Any]
 
-OVERVIEW = ("group", "prompt_text", "index", "completion_text", "reward", "finish", "trained")
+OVERVIEW = ("group", "prompt_text", "index", "completion_text", "reward", "finish", "trained", "rewards/")
 QUANTITIES = ("push", "logp", "entropy", "kl", "mismatch", "gradient", "version")
 
 
@@ -68,8 +71,8 @@ def numbers(table: pa.Table, name: str) -> np.ndarray:
 
 def overview(source: Source, step: int, kind: str = TRAINING) -> Json:
     """A step's groups, the most informative first: rewards, finish, lengths, how many different answers."""
-    names = reward_names(source.columns(step, kind))
-    table = source.table(step, [*OVERVIEW, *(f"rewards/{name}" for name in names)], kind)
+    table = source.table(step, OVERVIEW, kind)
+    names = reward_names(table.column_names)
     place, reward, length = numbers(table, "group").astype(np.int64), numbers(table, "reward"), lengths_of(table)
     finish = _finish(table)
     prompts, texts = table.column("prompt_text"), table.column("completion_text")
@@ -159,9 +162,10 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
         shown["messages"] = _loaded(row["messages"])
     episode = _loaded(row.get("episode"))
     if isinstance(episode, dict):
-        shown["episode"] = _episode(episode)
+        with suppress(KeyError, TypeError, ValueError, AttributeError):  # of another form than a run writes
+            shown["episode"] = _episode(episode)
     if ids is None or known is None:
-        if isinstance(episode, dict) and episode.get("messages"):
+        if isinstance(episode, dict) and isinstance(episode.get("messages"), list):
             shown["messages"] = episode["messages"]
         return {**shown, "length": len(text), "unit": "characters", "text": text[begin : begin + CHARACTERS]}
     end = begin + TOKENS
@@ -311,6 +315,6 @@ def _finite(value: Any) -> float | None:
 
 def _loaded(text: Any) -> Any:
     try:
-        return json.loads(text) if isinstance(text, str) else None
+        return bounded_json(text) if isinstance(text, str) and len(text) <= LARGEST_JSON else None
     except ValueError:
         return None

@@ -20,6 +20,9 @@ class Words(NamedTuple):
     remedy: str
 
 
+SHOWN = 10
+"""Files that a warning names."""
+
 WORDS = {
     "groups/solved": Words(
         "Most groups are solved",
@@ -103,6 +106,21 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
         meaning = words.meaning.format(share=f"{value:.0%}" if flag.metric in SHARES else "", value=shown)
         found.append({"metric": flag.metric, "title": words.title, "meaning": meaning, "remedy": words.remedy})
     return found
+
+
+def unread(problems: Sequence[str]) -> list[dict[str, str]]:
+    """A warning that names the files of a run that could not be read; none if there are none."""
+    if not problems:
+        return []
+    more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return [
+        {
+            "metric": "",
+            "title": "Some files cannot be read",
+            "meaning": "; ".join(problems[:SHOWN]) + more,
+            "remedy": "Everything else is shown. Copy these files anew from where the run was made.",
+        }
+    ]
 
 
 def figures(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ class Index:
         self.source = source
         self._entries: dict[int, Entry] = {}
         self._by_prompt: dict[str, dict[int, int]] = {}
+        self._damaged: set[int] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -72,16 +73,17 @@ class Index:
         self.total = len(present)
         for step in self._entries.keys() - set(present):
             self._forget(step)
+        self._damaged &= set(present)
         for step in reversed(present):
             if self._stop.is_set():
                 return
-            if step not in self._entries:
+            if step not in self._entries and step not in self._damaged:
                 while self.asked and not self._stop.wait(0.01):
                     pass
                 try:
                     self.add(step)
                 except DataError:
-                    continue
+                    self._damaged.add(step)
 
     def add(self, step: int) -> Entry:
         """Read one step."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
-from groupwise.errors import DataError
+from groupwise.errors import DataError, RunError
 from groupwise.viewer import groups, health, questions, replays
 from groupwise.viewer.groups import Json
 from groupwise.viewer.index import Index
@@ -13,6 +14,11 @@ from groupwise.viewer.sources import HELD_OUT, TRAINING, Source
 
 POINTS = 2000
 """Points of a curve; of longer runs each is the mean of its stretch."""
+
+LOOKED_BACK = 20
+"""Steps among which the newest one that can be read is looked for."""
+LARGEST = float(1 << 53)
+"""A number in an address is smaller."""
 
 Parameters = Mapping[str, str]
 
@@ -23,6 +29,9 @@ class Pages:
     def __init__(self, sources: Sequence[Source], *, points: int = POINTS) -> None:
         self.sources = list(sources)
         self.indexes = [Index(source) for source in sources]
+        self.opened = {0}
+        """Runs that somebody has looked at; of the others little is read."""
+        self._started = False
         self.points = points
         self.known: dict[str, Callable[[Parameters], Json]] = {
             "runs": self.runs,
@@ -54,9 +63,15 @@ class Pages:
                 index.asked -= 1
 
     def start(self) -> None:
-        """Begin to gather what pages about whole runs need."""
-        for index in self.indexes:
-            index.start()
+        """Begin to gather what pages about whole runs need, of every run that is looked at."""
+        self._started = True
+        for i in self.opened:
+            self._open(i)
+
+    def _open(self, i: int) -> None:
+        self.opened.add(i)
+        if self._started:
+            self.indexes[i].start()
 
     def stop(self) -> None:
         """Stop the index."""
@@ -65,16 +80,21 @@ class Pages:
 
     # ------------------------------------------------------------ addresses
 
-    def runs(self, _: Parameters) -> Json:
-        """What is looked at, and where to begin."""
+    def runs(self, asked: Parameters) -> Json:
+        """What is looked at, and where to begin; all that there is of run `run`, and of those that were opened before."""
+        self._open(self._number(asked))
         return {"runs": [self._run(i) for i in range(len(self.sources))]}
 
-    def pulse(self, _: Parameters) -> Json:
+    def pulse(self, asked: Parameters) -> Json:
         """What may have changed; the application polls it while a run is live."""
-        return {"runs": [self._run(i) for i in range(len(self.sources))]}
+        return self.runs(asked)
 
     def _run(self, i: int) -> Json:
         source = self.sources[i]
+        if i not in self.opened:
+            state, names = source.brief()
+            nothing = {"recorded": [], "newest": None, "evaluations": [], "read": 0, "replay": None}
+            return {"run": i, "name": source.name, **state, **nothing, "metrics": sorted(names), "brief": True}
         steps = source.steps()
         return {
             "run": i,
@@ -109,9 +129,11 @@ class Pages:
 
     def health(self, asked: Parameters) -> Json:
         """Flags in plain words, the figures that stand first, and where a step's work goes."""
-        metrics = self._source(asked).metrics()
+        source = self._source(asked)
+        metrics = source.metrics()
         names, history = list(metrics.values), metrics.history()
-        return {"flags": health.flags(history), "figures": health.figures(names), "work": health.work(history)}
+        flags = [*health.unread(source.problems()), *health.flags(history)]
+        return {"flags": flags, "figures": health.figures(names), "work": health.work(history)}
 
     def step(self, asked: Parameters) -> Json:
         """A step's groups, the most informative first; the newest step where none is named."""
@@ -120,8 +142,9 @@ class Pages:
         if not steps:
             return {"step": None, "kind": kind, "groups": [], "functions": {}, "reward": None, "completions": 0}
         wanted = _whole(asked, "step")
-        step = steps[-1] if wanted is None else min(steps, key=lambda step: (abs(step - wanted), step))
-        return groups.overview(source, step, kind)
+        if wanted is not None:
+            return groups.overview(source, min(steps, key=lambda step: (abs(step - wanted), step)), kind)
+        return groups.overview(source, _newest(source, kind), kind)
 
     def group(self, asked: Parameters) -> Json:
         """A group with its completions and their tokens."""
@@ -134,6 +157,7 @@ class Pages:
 
     def visits(self, asked: Parameters) -> Json:
         """A prompt through training: every group it had, as far as the index has read."""
+        self._source(asked)
         index = self.indexes[self._number(asked)]
         found = [
             {"step": step, "group": group, "rewards": groups.plain(rewards)}
@@ -145,7 +169,7 @@ class Pages:
         """Completions that hold what is asked for."""
         i = self._number(asked)
         return questions.search(
-            self.sources[i],
+            self._source(asked),
             self.indexes[i],
             text=asked.get("text", ""),
             prompt=asked.get("prompt", ""),
@@ -183,12 +207,14 @@ class Pages:
     def compare(self, asked: Parameters) -> Json:
         """Two steps on the prompts they share, and the steps that share most with the left one."""
         i, j = self._number(asked), self._number({"run": asked.get("other", asked.get("run", "0"))})
+        self._open(i)
+        self._open(j)
         left, right = _whole(asked, "step"), _whole(asked, "with")
         kind = self._kind(asked)
         steps, others = self.sources[i].steps(kind), self.sources[j].steps(kind)
         if not steps or not others:
             raise DataError("there are no recorded completions to compare")
-        right = others[-1] if right is None else right
+        right = _newest(self.sources[j], kind) if right is None else right
         near = questions.shared_steps(self.indexes[j], right) if kind == TRAINING else []
         if left is None:
             left = near[0][0] if near and i == j else steps[0]
@@ -226,11 +252,23 @@ class Pages:
         return i
 
     def _source(self, asked: Parameters) -> Source:
-        return self.sources[self._number(asked)]
+        i = self._number(asked)
+        self._open(i)
+        return self.sources[i]
 
     @staticmethod
     def _kind(asked: Parameters) -> str:
         return HELD_OUT if asked.get("kind") == HELD_OUT else TRAINING
+
+
+def _newest(source: Source, kind: str) -> int:
+    """The newest step that can be read; the newest one if none of the last can."""
+    steps = source.steps(kind)
+    for step in steps[:-LOOKED_BACK:-1]:
+        with suppress(RunError):
+            source.table(step, None, kind)
+            return step
+    return steps[-1]
 
 
 def _whole(asked: Parameters, name: str) -> int | None:
@@ -255,7 +293,7 @@ def _real(asked: Parameters, name: str) -> float | None:
         value = float(said)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
+    if not abs(value) < LARGEST:
         raise DataError(f"{name} is {said!r}, expected a number")
     return value
 

@@ -202,6 +202,11 @@ def why(source: Source, before: tuple[int, int], after: tuple[int, int]) -> Json
     }
 
 
+def _scored(source: Source, step: int) -> pa.Table:
+    """The texts and rewards of a step."""
+    return source.table(step, ("group", "index", "completion_text", "reward", "finish", "trained", "rewards/"))
+
+
 def _nothing(part: Json) -> np.ndarray:
     return np.full(len(part["reward"]), np.nan)
 
@@ -214,8 +219,7 @@ def _gather(source: Source, stretch: tuple[int, int]) -> Json:
     # From the middle of the stretch outwards would favour nothing; evenly spread steps are read until there are enough.
     for step in (steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int)) if steps else ():
         try:
-            names = [f"rewards/{name}" for name in reward_names(source.columns(step))]
-            table = source.table(step, ["group", "index", "completion_text", "reward", "finish", "trained", *names])
+            table = _scored(source, step)
         except DataError:
             continue
         table = table.slice(0, max(1, SAMPLE // min(len(steps), 12)))
@@ -349,11 +353,15 @@ def lenses(source: Source, first: int, last: int) -> Json:
     chosen = [steps[i] for i in sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int).tolist()))]
     tables = []
     for step in chosen:
-        names = [f"rewards/{name}" for name in reward_names(source.columns(step))]
-        table = source.table(step, ["group", "index", "completion_text", "reward", "finish", "trained", *names])
+        try:
+            table = _scored(source, step)
+        except DataError:
+            continue
         tables.append(
             table.slice(0, SCATTER // len(chosen)).append_column("at", pa.array([step] * min(len(table), SCATTER // len(chosen))))
         )
+    if not tables:
+        raise DataError(f"no completions of steps {first} to {last} can be read")
     table = pa.concat_tables(tables, promote_options="permissive")
     texts = [text or "" for text in table.column("completion_text").to_pylist()]
     reward, length = numbers(table, "reward"), lengths_of(table).astype(float)

@@ -43,6 +43,7 @@ def export(paths: Sequence[str | Path], file: str | Path) -> Path:
 def report(sources: Sequence[Source]) -> str:
     """The page, smaller than LARGEST."""
     pages = Pages(sources, points=POINTS)
+    pages.opened = set(range(len(sources)))
     for index in pages.indexes:
         index.total = len(index.source.steps())
     for count in GROUPS:
@@ -71,24 +72,28 @@ def _answers(pages: Pages, count: int) -> dict[str, Any]:
     runs = ask("runs")["runs"]
     for run in runs:
         i = run["run"]
-        ask("health", run=i)
         ask("curves", run=i)
         ask("config", run=i)
         if not run["newest"] and run["newest"] != 0:
+            ask("health", run=i)
             continue
         change = ask("why", run=i)
         ask("lenses", run=i)
         kept = {TRAINING: _telling(pages.sources[i], change), HELD_OUT: run["evaluations"][-1:]}
         run["kept"] = kept
         for kind, steps in kept.items():
-            for step in steps:
+            for step in list(steps):
                 answer = ask("step", run=i, kind=kind, step=step)
+                if "error" in answer:
+                    steps.remove(step)
+                    continue
                 answer["all"] = len(answer["groups"])
                 answer["groups"] = answer["groups"][:count]
                 for group in answer["groups"]:
                     for completion in ask("group", run=i, kind=kind, step=step, group=group["group"]).get("completions", ()):
                         _shorten(completion)
                     found[address("visits", {"run": i, "key": group["key"]})] = {"visits": [], "read": 0, "total": 0}
+        ask("health", run=i)  # the last: it names the files that could not be read
     return found
 
 
@@ -141,7 +146,7 @@ def _hash(text: str) -> str:
 def _summary(pages: Pages) -> str:
     """The figures as plain HTML, for readers that run no scripts (mail)."""
     parts = []
-    for source in pages.sources:
+    for i, source in enumerate(pages.sources):
         metrics = source.metrics()
         rows = []
         for figure in health.figures(list(metrics.values)):
@@ -150,7 +155,7 @@ def _summary(pages: Pages) -> str:
                 rows.append(f"<tr><th>{html.escape(figure['label'])}<td>{known[0]:.4g}<td>{known[-1]:.4g}")
         warned = "".join(
             f"<li><b>{html.escape(flag['title'])}.</b> {html.escape(flag['meaning'])} {html.escape(flag['remedy'])}"
-            for flag in health.flags(metrics.history())
+            for flag in pages.health({"run": str(i)})["flags"]
         )
         parts.append(
             f"<h1>{html.escape(source.name)}</h1><ul>{warned}</ul><table><tr><th><td>first step<td>last step{''.join(rows)}</table>"

@@ -10,11 +10,14 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
+from socket import SHUT_RDWR, socket
 from urllib.parse import parse_qsl, urlsplit
 
 from groupwise.errors import ConfigError, DataError
@@ -43,6 +46,8 @@ HEADERS = {
 }
 LONGEST = 8192
 """Characters of an address."""
+PATIENCE = 10.0
+"""Seconds in which a request must have come; a connection that waits for its next one is closed, too."""
 SMALL = 1400
 """Bytes that fit into one packet and are not worth compressing."""
 NOTICED = 0.05
@@ -70,6 +75,7 @@ class Viewer(ThreadingHTTPServer):
     def __init__(self, pages: Pages, port: int = 0) -> None:
         """port: 0 takes a free one.  Raises ConfigError if the port is taken."""
         self.pages = pages
+        self._awaited: dict[socket, float] = {}
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
@@ -102,6 +108,22 @@ class Viewer(ThreadingHTTPServer):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def awaits(self, connection: socket, ends: float | None) -> None:
+        """Note until when a connection must have sent its request; None: it has."""
+        if ends is None:
+            self._awaited.pop(connection, None)
+        else:
+            self._awaited[connection] = ends
+
+    def service_actions(self) -> None:
+        """End connections whose request does not come, or too slowly."""
+        now = time.monotonic()
+        for connection, ends in list(self._awaited.items()):
+            if now > ends:
+                self.awaits(connection, None)
+                with suppress(OSError):
+                    connection.shutdown(SHUT_RDWR)
+
     def handle_error(self, request: object, client_address: object) -> None:
         """A browser that went away is no event."""
         log.debug("a request ended early", exc_info=True)
@@ -113,7 +135,20 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # a head and a body are two small writes: the second would wait for the first's receipt
 
+    def handle_one_request(self) -> None:
+        """One request, for which the connection does not wait without end."""
+        self.server.awaits(self.connection, time.monotonic() + PATIENCE)
+        try:
+            super().handle_one_request()
+        finally:
+            self.server.awaits(self.connection, None)
+
     def do_GET(self) -> None:
+        self.server.awaits(self.connection, None)
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # a body would be read as the next request
+            self._send(HTTPStatus.BAD_REQUEST, b"this request has a body\n", "text/plain")
+            return
         try:
             where = urlsplit(self.path)
             asked = dict(parse_qsl(where.query, max_num_fields=64))
@@ -147,17 +182,17 @@ class _Handler(BaseHTTPRequestHandler):
         return HTTPStatus.REQUEST_URI_TOO_LONG if len(self.path) > LONGEST else None
 
     def _answer(self, name: str, parameters: dict[str, str]) -> None:
-        status, found = HTTPStatus.OK, {}
+        status, found = HTTPStatus.OK, b""
         try:
-            found = self.server.pages.answer(name, parameters)
+            found = _json(self.server.pages.answer(name, parameters))
         except KeyError:
-            status, found = HTTPStatus.NOT_FOUND, {"error": "there is no such page"}
+            status, found = HTTPStatus.NOT_FOUND, _json({"error": "there is no such page"})
         except DataError as error:
-            status, found = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
+            status, found = HTTPStatus.UNPROCESSABLE_ENTITY, _json({"error": str(error)})
         except Exception as error:  # one bad file must not take the viewer away
             log.exception("the page %s failed", name)
-            status, found = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
-        self._send(status, json.dumps(found, allow_nan=False, separators=(",", ":")).encode(), "application/json")
+            status, found = HTTPStatus.INTERNAL_SERVER_ERROR, _json({"error": f"{type(error).__name__}: {error}"})
+        self._send(status, found, "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         compressed = len(body) > SMALL and "gzip" in (self.headers.get("Accept-Encoding") or "")
@@ -176,6 +211,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         log.debug(format, *arguments)
+
+
+def _json(answer: object) -> bytes:
+    return json.dumps(answer, allow_nan=False, separators=(",", ":")).encode()
 
 
 def serve(paths: Sequence[str | Path], port: int = 8765) -> Viewer:

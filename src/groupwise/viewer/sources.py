@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
-import yaml
 
+from groupwise.config.strict_yaml import parse
 from groupwise.config.validation import DATA_SUFFIXES
 from groupwise.data import vocabulary
+from groupwise.data.rollout_table import bounded_table, family, jsonable
 from groupwise.data.vocabulary import Vocabulary
-from groupwise.errors import DataError
+from groupwise.errors import DataError, RunError
 from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
+from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import logger
 
@@ -42,7 +42,7 @@ class Source(Protocol):
     path: Path
 
     def state(self) -> dict[str, Any]:
-        """`state` (live, finished, stopped, file) and the last step."""
+        """`state` (live, finished, failed, stopped, file) and the last step."""
         ...
 
     def steps(self, kind: str = TRAINING) -> list[int]:
@@ -50,11 +50,7 @@ class Source(Protocol):
         ...
 
     def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
-        """The completions of a step; columns that are not there are left out.  Raises DataError."""
-        ...
-
-    def columns(self, step: int, kind: str = TRAINING) -> list[str]:
-        """The columns of a step."""
+        """The completions of a step; columns that are not there are left out, `rewards/` is all of them.  Raises DataError."""
         ...
 
     def metrics(self) -> Metrics:
@@ -73,61 +69,66 @@ class Source(Protocol):
         """The text of token ids, if it is known."""
         ...
 
+    def brief(self) -> tuple[dict[str, Any], list[str]]:
+        """`state` and the names of the metrics, without reading all of it."""
+        ...
+
+    def problems(self) -> list[str]:
+        """What could not be read."""
+        ...
+
+
+MOST_NUMBERS = 1 << 26
+"""Numbers of a log, every metric at every step; what goes beyond is left out."""
+
 
 class Metrics:
     """metrics.jsonl as columns, read on as the file grows."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path, self._lock = path, threading.Lock()
+    def __init__(self, files: RunFiles | None) -> None:
+        self._reader = None if files is None else runlog.LogReader(files)
+        self._lock = threading.Lock()
+        self.problems: list[str] = []
         self._clear()
 
     def _clear(self) -> None:
-        self._file: tuple[int, int] = (0, 0)
-        self._offset = 0
         self.steps = array("q")
         self.values: dict[str, array[float]] = {}
 
     def refresh(self) -> Metrics:
         """Read what was appended; a file that was replaced (a run that resumed) is read anew."""
-        if self._path is None:
+        if self._reader is None:
             return self
         with self._lock:
             try:
-                with open(self._path, "rb") as file:
-                    status = os.fstat(file.fileno())
-                    if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
-                        self._clear()
-                        self._file = status.st_dev, status.st_ino
-                    file.seek(self._offset)
-                    fresh = file.read()
-            except OSError:
+                entries = self._reader.read()
+            except RunError as error:
+                self.problems = [str(error)]
                 return self
-            whole = fresh[: fresh.rfind(b"\n") + 1]
-            self._offset += len(whole)
-            for line in whole.splitlines():
-                self._add(line)
+            if self._reader.restarted:
+                self._clear()
+            full = sum(self._add(entry) for entry in entries)
+            more = [f"metrics.jsonl holds more than {MOST_NUMBERS:,} numbers: some are left out"] if full else []
+            self.problems = [*self._reader.problems, *more]
         return self
 
-    def _add(self, line: bytes) -> None:
-        try:
-            entry = json.loads(line)
-            step = int(entry["step"])
-        except (ValueError, KeyError, TypeError):
-            return
+    def _add(self, entry: Mapping[str, Any]) -> bool:
+        """True if something had to be left out."""
+        full = False
         for name, value in entry.items():
-            if name == "step":
-                continue
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
+            if name == "step" or isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             if name not in self.values:
+                if len(self.steps) * (len(self.values) + 1) > MOST_NUMBERS:
+                    full = True
+                    continue
                 self.values[name] = array("d", [math.nan]) * len(self.steps)
-            self.values[name].append(number)
-        self.steps.append(step)
+            self.values[name].append(float(value) if abs(value) < 1e300 else math.nan)
+        self.steps.append(entry["step"])
         for column in self.values.values():
             if len(column) < len(self.steps):
                 column.append(math.nan)
+        return full
 
     def history(self) -> list[dict[str, float]]:
         """The last steps as mappings, for the flags: what was not computed has no key."""
@@ -139,67 +140,93 @@ class Metrics:
         ]
 
 
+Found = TypeVar("Found")
+PIECE = 1024
+"""Bytes of a token that are shown."""
+TOKENIZER = 1 << 27
+"""Bytes of a tokenizer.json."""
+
+
 class Run:
-    """A run folder."""
+    """A run folder.  What is wrong in it is kept in `problems`, by file; the rest is shown."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path = path
         self.name = name or path.name
-        self._metrics = Metrics(path / runlog.METRICS)
-        self._files = _Files()
+        self.files = RunFiles(path)
+        self._metrics = Metrics(self.files)
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
-        self._listed: dict[str, tuple[int, dict[int, recorded.Place]]] = {}
+        self._listed: dict[str, tuple[int, dict[int, str]]] = {}
         self._config: tuple[int, dict[str, Any]] = (-1, {})
+        self._wrong: dict[str, list[str]] = {}
+
+    def problems(self) -> list[str]:
+        """What could not be read so far, each file by its name."""
+        with self._lock:
+            found = [text for texts in self._wrong.values() for text in texts]
+        return [*self.files.doubtful, *self._metrics.problems, *found]
+
+    def _try(self, name: str, read: Callable[[], Found], otherwise: Found) -> Found:
+        """What `read` makes of a file; `otherwise` if that is wrong, which is noted."""
+        try:
+            found, wrong = read(), []
+        except RunError as error:
+            found, wrong = otherwise, [str(error)]
+        self._note(name, wrong)
+        return found
+
+    def _note(self, name: str, wrong: list[str]) -> None:
+        with self._lock:
+            self._wrong.pop(name, None)
+            if wrong:
+                self._wrong[name] = wrong
 
     def state(self) -> dict[str, Any]:
-        """Live while a process holds the run's lock, finished once the run has marked its end, else stopped."""
-        steps = self.metrics().steps
+        """Live while a process holds the run's lock, finished once the run has marked its end, failed by an error, else stopped."""
+        steps, planned = self.metrics().steps, self.config().get("steps")
         last = steps[-1] if len(steps) else 0
-        done = runlog.finished(self.path)
-        state = "finished" if done is not None else "live" if runlog.in_use(self.path) else "stopped"
-        return {"state": state, "last": last, "planned": self.config().get("steps")}
+        state, why = runlog.standing(self.files)
+        if self.files.has(runlog.DONE):
+            self._try(runlog.DONE, lambda: self.files.json(runlog.DONE), None)
+        return {"state": state, "why": why, "last": last, "planned": planned if isinstance(planned, int) else None}
 
-    def places(self, kind: str = TRAINING) -> dict[int, recorded.Place]:
-        """Where each step lies; the folder is listed again when it has changed."""
-        folder = self.path / (recorded.ROLLOUTS if kind == TRAINING else recorded.EVALUATIONS)
-        try:
-            changed = folder.stat().st_mtime_ns
-        except OSError:
+    def brief(self) -> tuple[dict[str, Any], list[str]]:
+        """`state`, and the names of the metrics, by the last line of the log alone."""
+        line = self._try(runlog.METRICS, lambda: runlog.last_metrics(self.files), {})
+        names = [name for name, value in line.items() if isinstance(value, int | float) and name != "step"]
+        state, why = runlog.standing(self.files)
+        return {"state": state, "why": why, "last": line.get("step", 0), "planned": None}, names
+
+    def _steps(self, kind: str) -> dict[int, str]:
+        """The file of each step; the folder is listed again when it has changed."""
+        folder = recorded.ROLLOUTS if kind == TRAINING else recorded.EVALUATIONS
+        if (changed := self.files.changed(folder)) is None:
             return {}
         if kind not in self._listed or self._listed[kind][0] != changed:
-            self._listed[kind] = changed, recorded.places(folder)
+            steps, wrong = self._try(folder, lambda: recorded.steps(self.files, folder), ({}, []))
+            if wrong:
+                self._note(folder, wrong[: runlog.MOST_PROBLEMS])
+            self._listed[kind] = changed, steps
         return self._listed[kind][1]
 
     def steps(self, kind: str = TRAINING) -> list[int]:
         """Steps with recorded completions."""
-        return list(self.places(kind))
+        return list(self._steps(kind))
 
     def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
         """Read from the Parquet file of the step."""
-        return self._read(step, kind, lambda file, group: _read(file, group, columns))
-
-    def columns(self, step: int, kind: str = TRAINING) -> list[str]:
-        """Columns of the Parquet file of the step."""
-        return self._read(step, kind, lambda file, _: file.schema_arrow.names)
-
-    def _read(self, step: int, kind: str, read: Callable[[pq.ParquetFile, int | None], Any]) -> Any:
-        for attempt in (1, 2):  # between looking and reading, a running process may have put the step elsewhere
-            if attempt == 2:
-                self._listed.pop(kind, None)
-            place = self.places(kind).get(step)
-            if place is None and attempt == 1:
-                continue
-            if place is None:
-                raise DataError(f"{self.name} holds no completions of step {step}")
-            try:
-                return self._files.use(place.path, lambda file, place=place: read(file, place.row_group))
-            except FileNotFoundError as error:
-                if attempt == 2:
-                    raise DataError(f"the completions of step {step} went away") from error
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"{place.path.name} is damaged: {error}") from error
-        raise AssertionError
+        name = self._steps(kind).get(step)
+        if name is None:
+            raise DataError(f"{self.name} holds no completions of step {step}")
+        try:
+            found = recorded.table(self.files, step, columns, name.partition("/")[0])
+        except RunError as error:
+            self._note(name, [str(error)])
+            raise
+        if columns is None:  # other columns may be those that are bad
+            self._note(name, [])
+        return found
 
     def metrics(self) -> Metrics:
         """The metrics so far; `metrics.jsonl` is read on."""
@@ -207,37 +234,44 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """From `config.yaml`; empty if it cannot be read."""
-        path = self.path / runlog.CONFIG
-        try:
-            changed = path.stat().st_mtime_ns
-            if self._config[0] != changed:
-                keys = yaml.safe_load(path.read_text(encoding="utf-8"))
-                self._config = changed, dict(_flat(keys)) if isinstance(keys, dict) else {}
-        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        if (changed := self.files.changed(runlog.CONFIG)) is None:
             return {}
+        if self._config[0] != changed:
+            self._config = changed, self._try(runlog.CONFIG, self._read_config, {})
         return self._config[1]
+
+    def _read_config(self) -> dict[str, Any]:
+        tree, problems = parse(self.files.text(runlog.CONFIG, runlog.LARGEST_CONFIG), str(self.path / runlog.CONFIG))
+        if problems:
+            raise RunError(str(problems[0]))
+        return dict(_flat(jsonable(tree.plain()))) if isinstance(tree.value, dict) else {}
 
     def environment(self) -> dict[str, Any]:
         """The last entry of `environment.json`, and how many starts there were; empty if it cannot be read."""
-        try:
-            attempts = json.loads((self.path / runlog.ENVIRONMENT).read_text(encoding="utf-8"))["attempts"]
-            return {**attempts[-1], "starts": len(attempts)}
-        except (OSError, ValueError, KeyError, IndexError, TypeError):
-            return {}
+        attempts = self._try(runlog.ENVIRONMENT, lambda: runlog.attempts_of(self.files), [])
+        return {**attempts[-1], "starts": len(attempts)} if attempts else {}
 
     def vocabulary(self) -> Vocabulary | None:
         """From `tokens.parquet`, else from a saved tokenizer."""
-        with self._lock:
-            if self._vocabulary is None:
-                places = (self.path / runlog.TOKENS, self.path / "final/tokenizer.json", self.path / "reference/tokenizer.json")
-                checkpoints = sorted((self.path / "checkpoints").glob("[0-9]*/policy/tokenizer.json"))
-                for place in (*places, *checkpoints):
-                    try:
-                        self._vocabulary = vocabulary.read(place)
-                        break
-                    except DataError:
-                        continue
-            return self._vocabulary
+        if self._vocabulary is None:
+            saved = self._try("checkpoints", lambda: self.files.names("checkpoints"), [])
+            folders = ["final", "reference", *(f"checkpoints/{name}/policy" for name in saved)]
+            for name in (runlog.TOKENS, *(f"{folder}/tokenizer.json" for folder in folders)):
+                known = self._try(name, lambda name=name: self._read_vocabulary(name), None) if self.files.has(name) else None
+                if known is not None:
+                    self._vocabulary = replace(known, pieces=[piece and piece[:PIECE] for piece in known.pieces])
+                    break
+        return self._vocabulary
+
+    def _read_vocabulary(self, name: str) -> Vocabulary:
+        try:
+            if name == runlog.TOKENS:
+                return vocabulary.from_table(bounded_table(self.files.read(name)))
+            return vocabulary.from_json(self.files.json(name, TOKENIZER))
+        except RunError:
+            raise
+        except (DataError, ValueError) as error:
+            raise RunError(f"{self.path / name}: {error}") from error
 
 
 class File:
@@ -281,11 +315,7 @@ class File:
         if kind != TRAINING or step not in self._steps:
             raise DataError(f"{self.name} holds no step {step}")
         table = self._steps[step]
-        return table if columns is None else table.select([name for name in columns if name in table.column_names])
-
-    def columns(self, step: int, kind: str = TRAINING) -> list[str]:
-        """Columns of a step, absent ones of the file filled in."""
-        return self.table(step, kind=kind).column_names
+        return table.select([name for name in table.column_names if columns is None or name in columns or family(name) in columns])
 
     def metrics(self) -> Metrics:
         """Mean reward and mean length in characters by step."""
@@ -303,12 +333,20 @@ class File:
         """None: texts of tokens are unknown."""
         return None
 
+    def brief(self) -> tuple[dict[str, Any], list[str]]:
+        """`state` and the metrics' names."""
+        return self.state(), list(self._metrics.values)
+
+    def problems(self) -> list[str]:
+        """None: a file that cannot be read is not opened."""
+        return []
+
 
 def open_source(path: str | Path, name: str | None = None) -> Source:
     """A run folder or a file.  Raises DataError for anything else, with what could be meant."""
     path = Path(path)
     if path.is_dir():
-        if (path / runlog.CONFIG).exists() or (path / runlog.METRICS).exists() or (path / recorded.ROLLOUTS).is_dir():
+        if any(RunFiles(path).has(part) for part in (runlog.CONFIG, runlog.METRICS, recorded.ROLLOUTS)):
             return Run(path, name)
         inside = sorted(child.parent.name for child in path.glob(f"*/{runlog.CONFIG}"))
         near = f"; there are runs in it: {', '.join(inside[:8])}" if inside else ""
@@ -329,36 +367,6 @@ def open_sources(paths: Sequence[str | Path]) -> list[Source]:
     return [open_source(path, name) for path, name in zip(opened, told, strict=True)]
 
 
-class _Files:
-    """Open Parquet files: a file of many steps has a long table of contents, which is read once."""
-
-    def __init__(self, size: int = 6) -> None:
-        self._size, self._lock = size, threading.Lock()
-        self._open: OrderedDict[tuple[Path, int, int], tuple[pq.ParquetFile, threading.Lock]] = OrderedDict()
-
-    def use(self, path: Path, read: Callable[[pq.ParquetFile], Any]) -> Any:
-        """What `read` makes of the file; one reader at a time."""
-        status = path.stat()
-        key = path, status.st_ino, status.st_mtime_ns
-        with self._lock:
-            if key not in self._open:
-                self._open[key] = pq.ParquetFile(path, memory_map=False, pre_buffer=False), threading.Lock()
-                while len(self._open) > self._size:
-                    self._open.popitem(last=False)
-            self._open.move_to_end(key)
-            file, own = self._open[key]
-        with own:
-            return read(file)
-
-
-def _read(file: pq.ParquetFile, row_group: int | None, columns: Sequence[str] | None) -> pa.Table:
-    names = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
-    # Threads cost more than they bring for what one page reads, and would stand in the way of the run.
-    if row_group is None:
-        return file.read(names, use_threads=False)
-    return file.read_row_group(row_group, names, use_threads=False)
-
-
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves by dotted key; lists of plain values stay whole."""
     if isinstance(value, Mapping):
@@ -368,7 +376,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for i, inner in enumerate(value):
             yield from _flat(inner, f"{prefix}.{i}")
     else:
-        yield prefix, value
+        yield prefix, tuple(value) if isinstance(value, list) else value
 
 
 # ---------------------------------------------------------------- files of completions
@@ -384,27 +392,28 @@ _FINISH = ("finish", "finish_reason", "stop_reason", "stop_condition", "stop")
 def _rows_of(path: Path) -> list[dict[str, Any]]:
     try:
         if path.suffix.lower() == ".parquet":
-            return pq.read_table(path).to_pylist()
+            return bounded_table(path.read_bytes()).to_pylist()
         if path.stat().st_size > LARGEST_JSONL:
             raise DataError(
                 f"{path} has {path.stat().st_size >> 20} MiB: convert it to Parquet, or cut it to {LARGEST_JSONL >> 20}"
             )
         text = path.read_text(encoding="utf-8-sig", errors="replace")
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if path.suffix.lower() == ".json":
         try:
-            data = json.loads(text)
+            data = bounded_json(text)
         except ValueError as error:
             raise DataError(f"{path} is no JSON: {error}") from error
-        rows = data if isinstance(data, list) else data.get("rows") or data.get("results") or [data]
+        rows = (data.get("rows") or data.get("results") or [data]) if isinstance(data, dict) else data
+        rows = rows if isinstance(rows, list) else [rows]
     else:
         rows = []
         lines = text.split("\n")
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    rows.append(json.loads(line))
+                    rows.append(bounded_json(line))
                 except ValueError as error:
                     if number < len(lines):  # the last line may be one that is being written
                         raise DataError(f"{path}:{number}: no JSON: {error}") from error
@@ -467,11 +476,12 @@ def _filled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _numbers(value: Any) -> dict[str, float]:
-    return {str(key): float(n) for key, n in value.items() if isinstance(n, (int, float))} if isinstance(value, Mapping) else {}
+    known = {str(key): _number(n) for key, n in value.items()} if isinstance(value, Mapping) else {}
+    return {name: number for name, number in known.items() if number is not None}
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else None
 
 
 def _text(value: Any) -> str:

@@ -22,20 +22,25 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Print a line a run."""
-    from groupwise.runs.folder import finished, in_use, list_runs, read_metrics
+    from groupwise.errors import RunError
+    from groupwise.runs.folder import last_metrics, list_runs, standing
+    from groupwise.runs.run_files import RunFiles
 
     root = Path(given.folder)
     if not root.is_dir():
         raise ConfigError(f"no such folder: {root}{near_path(root)}")
     rows = []
     for folder in list_runs(root):
-        lines = read_metrics(folder)
-        last = lines[-1] if lines else {}
-        done = finished(folder)
-        state = "finished" if done is not None else "running" if in_use(folder) else "stopped"
+        run, last = RunFiles(folder), {}
+        state, why = standing(run)
+        try:
+            last = last_metrics(run)
+        except RunError as error:
+            why = "; ".join(filter(None, [why, str(error)]))
         reward = f"reward {last['reward']:.3f}" if isinstance(last.get("reward"), float) else ""
-        rows.append((str(folder.relative_to(root)), state, f"step {last.get('step', 0)}", reward))
-    widths = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
+        shown = "running" if state == "live" else state
+        rows.append((str(folder.relative_to(root)), shown, f"step {last.get('step', 0)}", reward, why))
+    widths = [max((len(row[place]) for row in rows), default=0) for place in range(5)]
     for row in rows:
         print(escaped("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()))
     if not rows:

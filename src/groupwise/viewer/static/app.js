@@ -4,7 +4,7 @@
 const TABS = [
   ["groups", "Groups", "g"], ["curves", "Curves", "c"], ["search", "Search", "/"], ["compare", "Compare", "d"], ["why", "Why", "y"], ["lenses", "Lenses", "l"], ["config", "Config", "i"],
 ];
-const STATES = { live: "live", finished: "finished", stopped: "stopped", file: "file" };
+const STATES = { live: "live", finished: "finished", failed: "failed", stopped: "stopped", file: "file" };
 
 /** What a tab keeps of the place: the run and how tokens are coloured; the groups also where one was. */
 let lastGroups = {};
@@ -17,7 +17,7 @@ function header() {
   const progress = run.state === "file" ? "" : ` · step ${run.last}${run.planned ? " of " + run.planned : ""}`;
   fill($("top"),
     h("a", { class: "brand", href: addressOf({ view: "groups", run: here.run }), "aria-label": "groupwise, to the newest step" }, h("span", { class: "mark", "aria-hidden": "true" }), h("span", { text: "groupwise" })),
-    picker, h("span", { class: `state ${run.state}`, id: "state" }, ANSWERS ? "report" : STATES[run.state], h("span", { class: "progress", text: progress })),
+    picker, h("span", { class: `state ${run.state}`, id: "state", title: run.why || undefined }, ANSWERS ? "report" : STATES[run.state], h("span", { class: "progress", text: progress })),
     h("nav", { "aria-label": "views" }, TABS.map(([view, label, key]) => h("a", { href: view === "groups" ? linkTo(lastGroups) : linkTo({ view }), "aria-current": here.view === view ? "page" : undefined, title: `${label} (${key})`, text: label }))),
     h("span", { class: "tools" },
       h("button", { type: "button", class: "icon", title: "copy the link to this view (u)", "aria-label": "copy the link to this view", onclick: copyLink }, h("svg", { viewBox: "0 0 16 16", width: 15, height: 15, "aria-hidden": "true", fill: "none", stroke: "currentColor", "stroke-width": 1.6, "stroke-linecap": "round" }, h("path", { d: "M6.6 9.4 9.4 6.6M7.2 4.6l1.3-1.3a2.9 2.9 0 0 1 4.2 4.2l-1.3 1.3M8.8 11.4l-1.3 1.3a2.9 2.9 0 0 1-4.2-4.2l1.3-1.3" }))),
@@ -99,6 +99,9 @@ let shownView = null;
 /** Show the place that the address names. */
 async function arrive() {
   here = readAddress();
+  if (runHere().brief) {
+    try { RUNS = (await ask("runs", { run: here.run }, true)).runs; } catch { /* the view says what is wrong */ }
+  }
   if (!VIEWS[here.view]) here.view = "groups";
   if (here.by === undefined && remembered.get("by")) here.by = remembered.get("by");
   if (here.view === "groups") lastGroups = { step: here.step, group: here.group, kind: here.kind };
@@ -132,7 +135,7 @@ addEventListener("scroll", hideTip, { passive: true });
 async function pulse() {
   try {
     const before = runHere();
-    const found = await ask("pulse", {}, true);
+    const found = await ask("pulse", { run: here.run }, true);
     RUNS = found.runs;
     const now = runHere();
     const moved = now.newest !== before.newest || now.last !== before.last || now.state !== before.state;
@@ -153,7 +156,7 @@ async function pulse() {
   if (remembered.get("theme")) document.documentElement.dataset.theme = remembered.get("theme");
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => arrive());
   try {
-    RUNS = (await ask("runs", {})).runs;
+    RUNS = (await ask("runs", ANSWERS ? {} : { run: readAddress().run })).runs;
   } catch (error) {
     fill($("main"), panel("This cannot be shown", failed(error)));
     return;

@@ -332,10 +332,13 @@ const FAMILY = (name) => (name.includes("/") ? name.split("/")[0] : "main");
 const FAMILIES = { main: "The run", rewards: "Reward functions", eval: "Held out", completions: "Completions", ratio: "Importance ratios", clip: "Clipping", kl: "KL", mismatch: "Sampler mismatch", tokens: "Tokens", time: "Seconds by phase", limit: "The limit meter", staleness: "Staleness", ranks: "Processes" };
 const FIRST_NAMES = ["reward", "reward_std", "frac_reward_zero_std", "entropy", "kl", "loss", "grad_norm", "lr"];
 
+/** Runs that are laid over one another unless others are chosen: of each all its metrics are read. */
+const LAID_OVER = 8;
+
 /** The runs whose curves are drawn: the one that is looked at, and those laid over it. */
 function overlaid() {
   const alike = RUNS.filter((run) => run.metrics.includes("reward") === runHere().metrics.includes("reward"));
-  const chosen = here.overlay === undefined ? alike.map((run) => run.run) : here.overlay.split(",").filter(Boolean).map(Number);
+  const chosen = here.overlay === undefined ? alike.slice(0, LAID_OVER).map((run) => run.run) : here.overlay.split(",").filter(Boolean).map(Number);
   return RUNS.filter((run) => chosen.includes(run.run) || run === runHere());
 }
 
