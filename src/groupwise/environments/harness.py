@@ -7,15 +7,10 @@ worth.  It knows nothing of training.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
 import math
-import os
 import queue
-import signal
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,12 +21,13 @@ from groupwise.environments.endpoint import Desk
 from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
 from groupwise.utils.process_main import told
+from groupwise.utils.processes import Died, Process, Raised
 from groupwise.utils.secrets import environment_of_others
 
 Finished = Callable[[float | None, str], None]
 """Told once, when a harness has ended: the reward (None: none can be given), and what went wrong, or nothing."""
-KEPT = 1 << 16
-"""Bytes that are read of what a program has printed."""
+FOREVER = 1e6
+"""Seconds; the episode's own limit comes before."""
 CLEANUP = 5.0
 """Seconds that asynchronous functions have to clean up in when everything is closed."""
 
@@ -154,7 +150,7 @@ class ProgramHarness:
     """A program, started for each episode.
 
     The row is on its standard input, as JSON; OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set.  The last line that it
-    prints is the reward, a number or null.  It is ended with all that it has started.
+    prints is the reward, a number or null.  It is ended with all that it has started, also where this process is killed.
     """
 
     desk: Desk | None = None
@@ -162,59 +158,56 @@ class ProgramHarness:
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
         self._lock = threading.Lock()
-        self._live: set[subprocess.Popen[bytes]] = set()
+        self._process = self._start()
+        self._live: set[Process] = set()
+
+    @staticmethod
+    def _start() -> Process:
+        """The process whose forks start programs."""
+        return Process("groupwise.environments.programs:serve_programs")
 
     def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
         """Start the program and wait for its end in a thread."""
-        told_of = {"OPENAI_BASE_URL": errand.base_url, "OPENAI_API_KEY": errand.api_key, "OPENAI_MODEL": errand.model}
-        printed, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (closed by the thread below)
-        process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=printed,
-            stderr=errors,
-            env=environment_of_others() | told_of,
-            start_new_session=True,
-        )
+        names = {"OPENAI_BASE_URL": errand.base_url, "OPENAI_API_KEY": errand.api_key, "OPENAI_MODEL": errand.model}
+        environment, row = environment_of_others() | names, json.dumps(errand.row, default=str)
         with self._lock:
-            self._live.add(process)
+            if not self._process.alive():
+                self._process = self._start()
+            fork = self._process.fork()
+            self._live.add(fork)
 
         def run() -> None:
+            reward, failure = None, ""
             try:
-                with contextlib.suppress(BrokenPipeError):
-                    process.communicate(json.dumps(errand.row, default=str).encode())
-                status = process.wait()
-                lines = _tail(printed).split("\n")
-                last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+                status, printed, errors = fork.call(self.command, environment, row, seconds=FOREVER)
                 if status != 0:
-                    finished(None, f"it ended with status {status}: {_tail(errors).strip()[-2000:]}")
-                    return
-                finished(reward_of(json.loads(last)), "")
+                    failure = f"it ended with status {status}: {errors.strip()[-2000:]}"
+                else:
+                    reward = reward_of(json.loads(_last_line(printed)))
+            except (Died, Raised, TimeoutError) as error:
+                failure = str(error)
             except BaseException as error:  # whatever it is, it is this episode's
-                finished(None, f"its last line is no reward: {error}")
+                failure = f"its last line is no reward: {error}"
             finally:
-                self._end(process)
-                printed.close()
-                errors.close()
+                self._end(fork)
+            finished(reward, failure)
 
         threading.Thread(target=run, name=f"harness-{errand.id}", daemon=True).start()
-        return lambda: self._end(process)
+        return lambda: self._end(fork)
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill it and what it has started, unless that has been done."""
+    def _end(self, fork: Process) -> None:
+        """Kill the program and what it has started."""
         with self._lock:
-            if process not in self._live:
-                return
-            self._live.discard(process)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+            self._live.discard(fork)
+        fork.kill()
 
     def close(self) -> None:
         """Kill every program that runs."""
         with self._lock:
-            live = list(self._live)
-        for process in live:
-            self._end(process)
+            live, self._live = self._live, set()
+        for fork in live:
+            fork.kill()
+        self._process.kill()
 
 
 class OutsideHarness:
@@ -289,8 +282,5 @@ def _described(error: BaseException) -> str:
     return f"{found['kind']}: {found['error']}" + (f" ({found['where']})" if found["where"] else "")
 
 
-def _tail(file: Any) -> str:
-    """The end of what a program has printed."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - KEPT))
-    return file.read().decode(errors="replace")
+def _last_line(printed: str) -> str:
+    return next((line.strip() for line in reversed(printed.split("\n")) if line.strip()), "")

@@ -421,4 +421,4 @@ def _left(deadline: float | None) -> float | None:
     left = deadline - time.monotonic()
     if left <= 0.0:
         raise TimeoutError
-    return left
+    return min(left, 1e6)  # a socket can be told of 24 days at most

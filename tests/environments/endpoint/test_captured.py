@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -427,6 +428,66 @@ def test_a_program_is_a_harness(worlds, says, a_prompt, tmp_path):
     assert play(worlds(ProgramHarness([sys.executable, str(file)]), seconds=1.0), a_prompt, says()).finish is Finish.DEADLINE
     file.write_text("print('no reward')")
     assert play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says()).finish is Finish.ERROR
+
+
+STARTS = """
+import os, subprocess, sys, time
+for session in (False, True):
+    child = subprocess.Popen(["sleep", "3600"], start_new_session=session)
+    print(child.pid, file=open(sys.argv[1], "a"))
+print(os.getpid(), file=open(sys.argv[1], "a"), flush=True)
+"""
+
+
+def all_ended(path, count: int) -> bool:
+    """Whether processes whose numbers stand in a file end."""
+    end = time.monotonic() + WAIT
+    while time.monotonic() < end:
+        pids = path.read_text().split() if path.exists() else []
+        if len(pids) == count and not any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "hangs"])
+def test_what_a_program_has_started_ends_with_it(worlds, says, a_prompt, tmp_path, how):
+    """Also in a session of its own."""
+    file = tmp_path / "agent.py"
+    file.write_text(STARTS + ("print(1)" if how == "ends" else "time.sleep(3600)"))
+    found = play(worlds(ProgramHarness([sys.executable, str(file), str(tmp_path / "pids")]), seconds=5.0), a_prompt, says())
+    assert (found.finish, found.episode.reward) == ((Finish.DONE, 1.0) if how == "ends" else (Finish.DEADLINE, None))
+    assert all_ended(tmp_path / "pids", 3)
+
+
+@pytest.mark.slow
+def test_programs_end_with_a_run_that_is_killed(tmp_path):
+    (tmp_path / "agent.py").write_text(STARTS + "time.sleep(3600)")
+    code = """
+import sys, time
+from groupwise.environments.harness import Errand, ProgramHarness
+harness = ProgramHarness([sys.executable, *sys.argv[1:]])
+errand = Errand(id="1", row={}, base_url="", api_key="", model="", index=0, seed=0)
+harness.start(errand, print)
+time.sleep(3600)
+"""
+    run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "agent.py"), str(tmp_path / "pids")])
+    end = time.monotonic() + WAIT
+    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 3:
+        assert time.monotonic() < end and run.poll() is None
+        time.sleep(0.01)
+    run.kill()
+    run.wait()
+    assert all_ended(tmp_path / "pids", 3)
+
+
+def test_a_program_that_prints_without_end_fills_no_disk_and_no_memory(worlds, says, a_prompt, tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text("import sys\nfor _ in range(200): print('x' * 99_999); sys.stderr.write('y' * 100_000)\nprint(0.5)")
+    assert play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says()).episode.reward == 0.5
+    missing = play(worlds(ProgramHarness(["no-such-program"])), a_prompt, says())
+    assert missing.finish is Finish.ERROR
 
 
 def test_the_token_of_the_endpoint_is_not_for_code_of_others(worlds, says, a_prompt, tmp_path, monkeypatch):
