@@ -22,6 +22,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.policy import Policy
 from groupwise.runs.build import Job, make_job
+from groupwise.utils.process_main import descendants
 
 SIZES = {"context": 4096, "max_new_tokens": 16, "seed": 0}
 CHATML = "{% for m in messages %}<|user|>{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -54,7 +55,7 @@ def rows(tmp_path: Path) -> Callable[..., str]:
             id="H15g",
         ),
         pytest.param("{{ 'x' * (3 * 10**7) }}", "it wrote 30,000,000 characters", id="longer than any context"),
-        pytest.param("{{ 10**(10**9) }}", "(ended by SIG|seconds on one|needed more)", id="a number that Python cannot interrupt"),
+        pytest.param("{{ 10**(10**9) }}", "(worker died|seconds on one|needed more)", id="a number that Python cannot interrupt"),
         pytest.param(
             "{{ messages[0].nothing.at_all }}", "'dict object' has no attribute 'nothing'", id="a field that is not there"
         ),
@@ -98,12 +99,28 @@ def test_a_killed_renderer_is_started_again(rows: Callable) -> None:
     tokenizer.chat_template = CHATML
     template = Template(tokenizer=tokenizer, chat=True)
     first = template.text([{"role": "user", "content": "a"}])
-    process = rendering._WORKER._process
+    process = rendering._RENDERER._process
     assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    os.kill(process._process.pid, signal.SIGKILL)
     contents = [[{"role": "user", "content": f"{i}"}] for i in range(200)]
     assert [q.text for q in template.ask(contents, ["row"] * 200)] == [first.replace("a<", f"{i}<", 1) for i in range(200)]
+
+
+@pytest.mark.slow
+@pytest.mark.fault("H15j", "the process that renders stands still (SIGSTOP)", "killed at a deadline, and the prompts are rendered")
+def test_a_renderer_that_stands_still_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    template = Template(tokenizer=tokenizer, chat=True)
+    first = template.text([{"role": "user", "content": "a"}])
+    process = rendering._RENDERER._process
+    assert process is not None
+    stopped = descendants(process._process.pid)
+    os.kill(stopped[0], signal.SIGSTOP)
+    monkeypatch.setattr(rendering, "WALL_SECONDS", 3.0)
+    assert template.text([{"role": "user", "content": "a"}]) == first
+    assert rendering._RENDERER._process is not process
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in stopped)
 
 
 # ---- a policy's description is complete before a prompt is encoded ------------------------------------------------------------

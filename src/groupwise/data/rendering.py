@@ -7,29 +7,26 @@ then costs about as much as rendering it in this process.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.data.sources import printable
 from groupwise.data.tokenizers import CHAT_TEMPLATE
 from groupwise.errors import DataError
+from groupwise.utils.processes import Died, NotStarted, Process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SECONDS = 5.0
 """Processor time that one conversation may take; usual ones take less than a millisecond."""
+WALL_SECONDS = 120.0
+"""Time on the clock that one may take: by then something is wrong with the process."""
 MEMORY = 1 << 30
 """Bytes that the process may take beyond those with which it starts."""
 LENGTH = 1 << 24
@@ -96,7 +93,7 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> l
     for _, alike in groupby(chats, key=lambda chat: chat.tools is None):  # one of several templates may be for tools
         some = list(alike)
         for start in range(0, len(some), AT_ONCE):
-            found += _WORKER.render(tokenizer, some[start : start + AT_ONCE])
+            found += _RENDERER.render(tokenizer, some[start : start + AT_ONCE])
     return found
 
 
@@ -127,53 +124,40 @@ def _at_home(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
         return Refusal(chat.where, printable(error))
 
 
-class _Died(Exception):
-    """The process is gone."""
-
-
-class _Worker:
+class _Renderer:
     """The process, started when it is first needed and again whenever it died.  Threads take turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
+        self._process: Process | None = None
 
     def render(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
-        """Texts of conversations that share a tokenizer; all of them show tools, or none."""
-        with self._lock:
-            return self._render(tokenizer, chats)
-
-    def _render(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
-        try:
-            answers = self._ask(tokenizer, chats)
-        except _Died as died:
-            if len(chats) > 1:  # which of them was it?
-                return [found for chat in chats for found in self._render(tokenizer, [chat])]
-            raise _exhausted(chats[0], f"the process in which it ran {died}") from None
+        """Texts of conversations that share a tokenizer; all of them show tools, or none.  Raises DataError."""
         found: list[str | Refusal] = []
-        for chat, (kind, said) in zip(chats, answers, strict=False):
-            if kind == "exhausted":
-                raise _exhausted(chat, said)
-            found.append(said if kind == "text" else Refusal(chat.where, printable(said)))
-        assert len(found) == len(chats)
+        broken = -1
+        with self._lock:
+            while len(found) < len(chats):
+                place = len(found)
+                try:
+                    for kind, said in self._answers(tokenizer, chats[place:]):
+                        chat = chats[len(found)]
+                        if kind == "exhausted":
+                            raise _exhausted(chat, said)
+                        found.append(said if kind == "text" else Refusal(chat.where, printable(said)))
+                except NotStarted as error:
+                    raise DataError(f"the process in which chat templates run could not start: {error}") from error.__cause__
+                except (Died, TimeoutError) as error:
+                    place = len(found)
+                    if place == broken or (isinstance(error, Died) and error.code == -signal.SIGXCPU):
+                        why = f"gave no text within {WALL_SECONDS:g} s" if isinstance(error, TimeoutError) else f"ended: {error}"
+                        raise _exhausted(chats[place], f"the process in which it ran {why}") from None
+                    broken = place  # something else may have ended it: once more
         return found
 
-    def close(self) -> None:
-        """End the process, if it is this one's."""
-        process, self._process = self._process, None
-        if process is None or self._owner != os.getpid():
-            return
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                assert stream is not None
-                stream.close()
-
-    def _ask(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[tuple[str, str]]:
-        """One line out, one line in.  Raises _Died if the process did."""
-        process = self._started()
+    def _answers(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> Iterator[tuple[str, str]]:
+        if self._process is None or not self._process.alive():
+            threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+            self._process = Process("groupwise.data.template_worker:serve_templates", quiet=True, variables=threads)
         request = {
             "template": shown_template(tokenizer, tools=chats[0].tools is not None),
             "variables": dict(tokenizer.special_tokens_map),
@@ -182,33 +166,8 @@ class _Worker:
             "length": LENGTH,
             "chats": [{"messages": _plain(chat.messages), "tools": chat.tools, "options": chat.options} for chat in chats],
         }
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(request, default=_placeholder).encode() + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        except BaseException:  # an interrupt: the next answer would be that of another question
-            self.close()
-            raise
-        if not line.endswith(b"\n"):
-            code = process.wait()
-            self.close()
-            raise _Died(f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}")
-        return [(str(kind), str(said)) for kind, said in json.loads(line)]
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("template_worker.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            )
-            self._owner = os.getpid()
-        return self._process
+        text = json.dumps(request, default=_placeholder)
+        return self._process.ask(text, seconds=WALL_SECONDS, answers=len(chats))
 
 
 def _exhausted(chat: Chat, why: str) -> DataError:
@@ -228,5 +187,4 @@ def _placeholder(value: object) -> str:
     return f"<{type(value).__name__}>"
 
 
-_WORKER = _Worker()
-atexit.register(_WORKER.close)
+_RENDERER = _Renderer()

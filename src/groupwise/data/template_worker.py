@@ -1,8 +1,8 @@
-"""The process in which chat templates run.  It imports nothing of Groupwise: `rendering` starts this file as a script.
+"""The process in which chat templates run (`rendering`).
 
-One line of JSON in, one line of JSON out.  In: `{"template", "variables", "seconds", "memory", "length", "chats": [{"messages",
-"tools", "options"}, ...]}`.  Out: a list of `["text", text]`, `["refused", why]` (this conversation) or `["exhausted", why]` (the
-template ran out of time, memory, depth or length; the list ends there).
+A request is JSON: `{"template", "variables", "seconds", "memory", "length", "chats": [{"messages", "tools", "options"}, ...]}`.
+There is an answer for each conversation: `["text", text]`, `["refused", why]`, or `["exhausted", why]` (the template ran out of
+time, memory, depth or length).
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import resource
 import signal
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-KILLED_AFTER = 2
+KILLED_AFTER = 1.5
 """Times its processor time a conversation may take if Python cannot stop it; then the kernel ends the process."""
 
 
@@ -23,9 +22,8 @@ class OutOfTime(BaseException):
     """The conversation's processor time is over."""
 
 
-def main() -> None:
-    """Answer requests until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which may still need a prompt
+def serve_templates() -> Callable[[str], Iterator[tuple[str, str]]]:
+    """In a process: what answers requests."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def out_of_time(*_: object) -> None:
@@ -33,18 +31,16 @@ def main() -> None:
 
     signal.signal(signal.SIGPROF, out_of_time)
     start = _address_space()
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
+
+    def answer(text: str) -> Iterator[tuple[str, str]]:
+        request = json.loads(text)
         if start is not None:
             limit = start + int(request["memory"])
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        answers = []
         for chat in request["chats"]:
-            answers.append(_answer(render_jinja_template, chat, request))
-            if answers[-1][0] == "exhausted":
-                break
-        sys.stdout.buffer.write(json.dumps(answers).encode() + b"\n")
-        sys.stdout.buffer.flush()
+            yield _answer(render_jinja_template, chat, request)
+
+    return answer
 
 
 def _answer(render: Any, chat: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str, str]:
@@ -86,7 +82,3 @@ def _address_space() -> int | None:
     """Bytes of this process's address space; None where the system does not say (it then sets no limit to memory)."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else None
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Running the programs of a harness, on the side where they are started: each in a fork, which is killed with all it has started."""
+"""Starting the programs of a harness: each in a fork of a worker process, which is killed with all that it has started."""
 
 from __future__ import annotations
 

@@ -76,6 +76,9 @@ def supervise(
 
     others: sockets that are the worker's alone.   output: takes what it prints.
     """
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     adopts = LINUX and _prctl(PR_SET_CHILD_SUBREAPER, 1)
     reader, writer = os.pipe()
     for end in (reader, writer):
@@ -275,7 +278,6 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
 
     if options.get("memory") is not None:
         resource.setrlimit(resource.RLIMIT_AS, (options["memory"], options["memory"]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a kill is seen
     try:

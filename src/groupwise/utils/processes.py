@@ -26,6 +26,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 from groupwise.utils.process_main import Function, receive, send, supervise_worker
@@ -69,8 +70,15 @@ class NotStarted(Exception):
 class Died(Exception):
     """Raised where a process has ended by itself (a crash, no memory), or was killed by another thread."""
 
-    cpu = False
-    """True if its processor time was over."""
+    def __init__(self, message: str, code: int | None = None) -> None:
+        """code: its exit status, negative for a signal; None: not known."""
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def cpu(self) -> bool:
+        """True if the processor time of a request was over."""
+        return self.code == -signal.SIGPROF
 
 
 class Raised(Exception):
@@ -101,11 +109,13 @@ class Process:
         cpu_seconds: float | None = None,
         quiet: bool = False,
         folder: str | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`target`: `module:factory` for a fresh process, or a factory of this process for a fork of it.  The process calls it with
         `setup` once; what it returns answers requests.  `memory`: address space in bytes (RLIMIT_AS).  `cpu_seconds`: of one
         request, a second deadline, in processor time, which a loaded machine does not shorten.  `quiet`: what it prints is dropped;
         else it goes to the parent's standard error, as far as there is not too much of it.  `folder`: its working directory.
+        `variables`: of a fresh process's environment, beside the parent's.
         """
         options = {"cpu_seconds": cpu_seconds, "memory": memory, "quiet": quiet}
         payload = pickle.dumps(setup)
@@ -114,7 +124,7 @@ class Process:
             _ends.update((self._lifeline, self._channel))
             with lifeline, channel:
                 if isinstance(target, str):
-                    process: Any = _spawn(lifeline, channel, target, options, folder)
+                    process: Any = _spawn(lifeline, channel, target, options, folder, variables)
                 else:
                     process = _Forked(lambda: supervise_worker(lifeline, channel, target, options), folder)
         self._process: Any = process
@@ -211,11 +221,9 @@ class Process:
         if self._process is None:
             return Died("its process has ended")
         code = self._process.returncode
-        died = Died("worker died (" + (f"signal {-code})" if code < 0 else f"exit code {code})"))
         if code == -signal.SIGPROF:  # the worker's own timer
-            died = Died("no result within the processor time allowed")
-            died.cpu = True
-        return died
+            return Died("no result within the processor time allowed", code)
+        return Died("worker died (" + (f"signal {-code})" if code < 0 else f"exit code {code})"), code)
 
 
 def _terminate(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
@@ -236,9 +244,14 @@ def _terminate(owner: int, process: Any, lifeline: socket.socket, channel: socke
 
 
 def _spawn(
-    lifeline: socket.socket, channel: socket.socket, target: str, options: Mapping[str, Any], folder: str | None
+    lifeline: socket.socket,
+    channel: socket.socket,
+    target: str,
+    options: Mapping[str, Any],
+    folder: str | None,
+    variables: Mapping[str, str],
 ) -> subprocess.Popen:
-    environment = environment_of_others() | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    found = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     out = subprocess.DEVNULL if options["quiet"] else 2
     descriptors = (lifeline.fileno(), channel.fileno())
     # -P: the folder of this file must not come first on the path.  A session of its own: Ctrl-C reaches the parent only.
@@ -248,7 +261,7 @@ def _spawn(
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=out,
-        env=environment,
+        env=environment_of_others() | found | dict(variables),
         cwd=folder,
         start_new_session=True,
     )
