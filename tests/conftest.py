@@ -306,7 +306,7 @@ def scored_group() -> Callable[..., Scored]:
                 )
             )
         values = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
-        return Scored(rollouts=tuple(rollouts), names=("r",), rewards=values[:, None], reward=values, verdict="r")
+        return Scored(rollouts=tuple(rollouts), names=("r",), rewards=values[:, None], reward=values)
 
     return make
 

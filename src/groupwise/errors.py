@@ -85,7 +85,8 @@ class Findings:
 
 
 class RewardError(GroupwiseError):
-    """A reward function that raised, or returned something that is not one number or None per completion."""
+    """A reward function that raised, or returned something that is not one number or None per completion; or completions of which
+    nothing can be learnt."""
 
 
 class EnvironmentFailure(GroupwiseError):

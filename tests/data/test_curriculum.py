@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from groupwise.config.recipes import load_recipe
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.order import Order
 from groupwise.errors import ConfigError
-from groupwise.records import Prompt
+from groupwise.records import Prompt, Scored
 from groupwise.runs.run import train
 
 
@@ -78,10 +79,15 @@ def test_a_curriculum_continues_from_its_saved_state() -> None:
     assert resumed.state() == straight.state()
 
 
+def judged(group: Scored) -> Scored:
+    """The group, its reward being the verdict."""
+    return replace(group, verdict="r")
+
+
 def test_groups_that_refill_drops_are_counted_and_learnt_from(scored_group: Callable) -> None:
     prompts = [Prompt(id=str(row), tokens=np.array([5]), text="") for row in range(3)]
     visits = Visits(prompts, Curriculum(3, seed=0, retire=1))
-    dead, live = scored_group([1.0, 1.0], [2, 3], id="0/1"), scored_group([1.0, 0.0], [4, 4], id="0/2")
+    dead, live = judged(scored_group([1.0, 1.0], [2, 3], id="0/1")), judged(scored_group([1.0, 0.0], [4, 4], id="0/2"))
     visits.seen([dead])
     visits.seen([live])
     assert visits.account([live]) == {"tokens/discarded": 5.0, "prompts/skipped": 0.0, "prompts/retired": 1.0}
@@ -92,7 +98,7 @@ def test_groups_that_refill_drops_are_counted_and_learnt_from(scored_group: Call
 def test_a_completion_without_a_reward_is_not_a_solved_one(scored_group: Callable) -> None:
     prompts = [Prompt(id=str(row), tokens=np.array([5]), text="") for row in range(2)]
     visits = Visits(prompts, Curriculum(2, seed=0, retire=1))
-    visits.seen([scored_group([1.0, None, None, None], id="0/0"), scored_group([1.0, 1.0], id="0/1")])
+    visits.seen([judged(scored_group([1.0, None, None, None], id="0/0")), judged(scored_group([1.0, 1.0], id="0/1"))])
     assert visits.account([])["prompts/retired"] == 1.0
     assert {row for _, row in visits.order.take(6)} == {0}
 

@@ -90,7 +90,7 @@ def test_plain_lines_without_a_terminal() -> None:
             clock.time += 1.0
             metrics = {
                 "reward": number / 100,
-                "frac_reward_zero_std": 0.25,
+                "groups/dead": 0.25,
                 "kl": 0.01,
                 "entropy": 1.5,
                 "completions/mean_length": 31.6,
@@ -98,7 +98,7 @@ def test_plain_lines_without_a_terminal() -> None:
             progress.update(step(number, **metrics, **{"tokens/per_second": 12_345.0, "loss": 7.0}))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("step ")]
     assert len(lines) == 100  # one a step
-    assert lines[0] == "step 1/100  reward 0.010  signal 75%  kl 0.010  entropy 1.500  length 32  tok/s 12.3k  left 1m39s"
+    assert lines[0] == "step 1/100  reward 0.010  dead 25%  kl 0.010  entropy 1.500  length 32  tok/s 12.3k  left 1m39s"
     assert lines[-1].startswith("step 100/100  reward 1.000")
     assert "left" not in lines[-1]
     assert "loss" not in file.getvalue()  # a policy-gradient loss tells nothing
@@ -125,7 +125,7 @@ def test_summary_compares_the_start_with_the_end() -> None:
     out, file = console()
     progress = Progress(40, console=out)
     for number in range(1, 41):
-        progress.update(step(number, reward=0.1 if number <= 20 else 0.9, frac_reward_zero_std=0.0, entropy=0.5))
+        progress.update(step(number, reward=0.1 if number <= 20 else 0.9, **{"groups/dead": 0.0}, entropy=0.5))
     progress.summary([("held-out accuracy", "0.33 -> 0.99")])
     text = file.getvalue().split("steps 1-10", 1)[1]
     assert "steps 31-40" in text
@@ -138,7 +138,7 @@ def test_summary_compares_the_start_with_the_end() -> None:
 
 def test_health_flags() -> None:
     bad = {
-        "frac_reward_zero_std": 0.9,
+        "groups/dead": 0.9,
         "completions/clipped_ratio": 0.85,
         "entropy": 0.005,
         "mismatch/max": 0.2,
@@ -148,15 +148,15 @@ def test_health_flags() -> None:
         "reward": math.nan,
     }
     good = dict.fromkeys(bad, 0.0) | {"entropy": 1.0}
-    assert set(bad) | {"groups/solved", "groups/failed"} == {flag.metric for flag in FLAGS}
+    assert set(bad) | {"groups/solved", "groups/failed", "tokens/trained"} == {flag.metric for flag in FLAGS}
     assert flags([good] * 20) == []
     assert flags([]) == []
     assert flags([good] * 20 + [bad] * 10) == flags([bad])
-    assert [line.split()[0] for line in flags([bad])] == [flag.metric for flag in FLAGS if flag.metric in bad]
+    assert [line.split()[0].replace("90", "groups/dead") for line in flags([bad])] == [f.metric for f in FLAGS if f.metric in bad]
     assert flags([bad] * 20 + [good] * 10) == []  # what is over is over
 
 
-COLLAPSED = {"frac_reward_zero_std": 1.0, "entropy": 0.001, "completions/duplicates": 1.0, "completions/clipped_ratio": 0.0}
+COLLAPSED = {"groups/dead": 1.0, "entropy": 0.001, "completions/duplicates": 1.0, "completions/clipped_ratio": 0.0}
 
 
 def test_solved_groups_raise_no_collapse_warning() -> None:
@@ -166,7 +166,14 @@ def test_solved_groups_raise_no_collapse_warning() -> None:
     assert lost[0] == "100 % of the groups hold no right completion: make the prompts easier, or start from SFT"
     assert [line.split()[0] for line in lost[1:]] == ["entropy", "completions/duplicates"]
     mixed = flags([COLLAPSED | {"groups/solved": 0.5, "groups/failed": 0.5}])
-    assert [line.split()[0] for line in mixed] == ["frac_reward_zero_std", "entropy", "completions/duplicates"]
+    assert [line.split()[0] for line in mixed] == ["100", "entropy", "completions/duplicates"]
+
+
+def test_a_run_that_trains_nothing_is_flagged_once() -> None:
+    nothing = {"groups/dead": 1.0, "tokens/trained": 0.0, "completions/clipped_ratio": 1.0}
+    assert [line.split()[0] for line in flags([nothing])] == ["tokens/trained", "completions/clipped_ratio"]
+    assert "cut off and masked (group.truncated: mask)" in flags([nothing])[0]
+    assert flags([nothing | {"tokens/trained": 7.0, "completions/clipped_ratio": 0.0}]) != []
 
 
 def test_nothing_is_wrapped_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

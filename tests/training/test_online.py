@@ -23,7 +23,7 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
 from groupwise.training.metrics import reward_metrics
-from groupwise.training.online import improve, train_online
+from groupwise.training.online import demand_training, improve, train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.scoring import Scores, score
@@ -93,7 +93,7 @@ def test_p61_rewards_without_differences_change_nothing(preset: str, value: floa
     policy, steps = run(preset, lambda rollout: value, max_refills=1)
     before = weights_of(policy)
     for step in steps:
-        assert step.metrics["frac_reward_zero_std"] == 1.0
+        assert step.metrics["groups/dead"] == 1.0
         assert step.metrics["grad_norm"] == 0.0
         unknown = {name for name, number in step.metrics.items() if not math.isfinite(number)}
         assert unknown <= ({"reward", "rewards/rule/mean"} if value is None else set())
@@ -111,7 +111,7 @@ def test_r08_a_run_without_any_reward_ends(run: Callable) -> None:
 
 def test_solved_and_failed_are_shares_of_the_groups_with_a_verdict(scored_group: Callable) -> None:
     rewards = [[1.0, 1.0], [1.0, None], [None, None], [0.0, None], [0.0, 1.0]]
-    found = reward_metrics([scored_group(row, id=f"0/{i}") for i, row in enumerate(rewards)], 5)
+    found = reward_metrics([replace(scored_group(row, id=f"0/{i}"), verdict="r") for i, row in enumerate(rewards)], 5)
     assert (found["groups/solved"], found["groups/failed"]) == (0.25, 0.25)
 
 
@@ -317,6 +317,39 @@ def test_whitening_leaves_out_what_truncation_masks(preset: str, scored_group: C
     assert {float(np.sign(one[0])) for one in advantages[14:]} == {1.0, -1.0}
     targets = algorithm.returns([group])[0] if algorithm.needs_value else []
     assert all(np.isnan(one).all() for one in targets[:14])
+
+
+def test_three_steps_of_completions_that_are_all_cut_off_and_masked_end_the_run(run: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy("llama", scale=2.0)
+    limit = Sampling(max_new_tokens=1)
+    _, steps = run("grpo", policy=policy, engine=Endless(policy, max_rows=8), sampling=limit, truncated="mask", steps=9)
+    for step in (next(steps), next(steps)):
+        assert (step.metrics["groups/dead"], step.metrics["tokens/trained"], step.metrics["grad_norm"]) == (1.0, 0.0, 0.0)
+    with pytest.raises(RewardError, match=r"every completion of 3 steps was cut off .* raise rollout.max_new_tokens"):
+        next(steps)
+
+
+@pytest.mark.parametrize("longest", [1, 6])
+def test_a_short_run_without_a_trained_completion_ends_with_an_error(longest: int, run: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy("llama", scale=2.0)
+    algorithm = resolve("grpo", GroupSettings(group_size=4, truncated="mask"), longest)
+    engine = Endless(policy, max_rows=8) if longest == 1 else None
+    _, steps = run(algorithm=algorithm, policy=policy, engine=engine, sampling=Sampling(max_new_tokens=longest), steps=1)
+    whole = demand_training(steps, algorithm)
+    assert next(whole).number == 1
+    if longest == 1:
+        with pytest.raises(RewardError, match="every completion of 1 steps was cut off"):
+            next(whole)
+    else:
+        assert list(whole) == []
+
+
+@pytest.mark.parametrize("mode", ["keep", "mask"])
+def test_a_group_that_is_masked_as_a_whole_teaches_nothing(mode: str, scored_group: Callable) -> None:
+    for preset in ("dapo", "ppo"):
+        algorithm = resolve(preset, GroupSettings(group_size=3, truncated=mode), 10)  # type: ignore[arg-type]
+        assert algorithm.teaches(scored_group([1.0, 0.0, 1.0], truncated=(0, 1, 2))) == (mode == "keep")
+        assert algorithm.teaches(scored_group([1.0, 0.0, 1.0], truncated=(0, 1)))
 
 
 def broken(terms: Terms) -> torch.Tensor:

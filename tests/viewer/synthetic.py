@@ -110,7 +110,7 @@ def make_step(
     metrics = {
         "reward": float(every.mean()),
         "entropy": 1.0 / number,
-        "frac_reward_zero_std": 1 / groups,
+        "groups/dead": 1 / groups,
         "completions/mean_length": 5.0,
     }
     return Step(

@@ -30,7 +30,9 @@ def test_refill_fills_the_step_with_live_groups(half_dead: Callable) -> None:
         assert len(step.groups) == 6
         assert not any(group.dead for group in step.groups)
         assert 6 < step.metrics["prompts"] <= 6 * (1 + 4)
-        assert step.metrics["frac_reward_zero_std"] == pytest.approx(1 - 6 / step.metrics["prompts"])
+        assert step.metrics["groups/dead"] == pytest.approx(1 - 6 / step.metrics["prompts"]), (
+            "the drawn prompts whose groups it kept"
+        )
 
 
 def test_refill_stops_at_its_bound(half_dead: Callable) -> None:
@@ -41,7 +43,7 @@ def test_refill_stops_at_its_bound(half_dead: Callable) -> None:
     for step in steps:
         assert made.drawn == 3 * 9
         assert step.metrics["prompts"] == 9
-        assert step.metrics["frac_reward_zero_std"] == 1.0
+        assert step.metrics["groups/dead"] == 1.0
         assert step.metrics["tokens/trained"] == 0
         assert len(step.groups) == 3
     assert all(torch.equal(parameter, before[name]) for name, parameter in made.policy.model.named_parameters())
@@ -63,7 +65,7 @@ def test_exact_keeps_dead_groups_in_the_denominator_and_drop_does_not(half_dead:
     for mode in ("exact", "drop"):
         (step,) = half_dead().train("grpo", 1, prompts_per_step=8, group_size=8, dead_groups=mode)
         assert sum(group.dead for group in step.groups) == HALF
-        assert step.metrics["frac_reward_zero_std"] == 0.5
+        assert step.metrics["groups/dead"] == 0.5
         live = sum(len(rollout) for group in step.groups if not group.dead for rollout in group.rollouts)
         assert step.metrics["tokens/trained"] == live, "dead groups cost no forward"
         norms[mode] = step.metrics["grad_norm"]

@@ -147,18 +147,21 @@ class Algorithm:
         return self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value and self.divergence is None
 
     def teaches(self, group: Scored) -> bool:
-        """False if the group's rewards give an advantage of exactly 0 to every completion.
+        """False if the group's rewards give an advantage of exactly 0 to every completion, or to every one that is not masked.
 
         The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it reads what is not known yet
         (a KL in the reward, values), the sum does.  `keeps`, where there is one, decides alone.
         """
         if self.keeps is not None:
             return checked_verdict(self.keeps, called("filter", self.keeps, group))
+        if self.truncated == "mask" and all(rollout.truncated for rollout in group.rollouts):
+            return False
         if not self.needs_reward:
             return True
         if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
             return not group.dead
-        return not credit.is_dead(self.advantages([group])[0])
+        trained = self._trained([group])[0].rollouts
+        return any(a[one.trained].any() for a, one in zip(self.advantages([group])[0], trained, strict=True))
 
     def advantages(self, groups: Sequence[Scored]) -> credit.Advantages:
         """Per group and completion float64 (n,): the advantages of a rollout, checked.

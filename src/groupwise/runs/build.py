@@ -37,7 +37,7 @@ from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.objectives import OBJECTIVES, Kind, language_model
 from groupwise.training.offline import Validation, train_offline, validate
-from groupwise.training.online import train_online
+from groupwise.training.online import demand_training, train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.teachers import Teacher
 
@@ -256,6 +256,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
         )
+        steps = demand_training(steps, algorithm) if done == 0 else steps
         counted = rewards.counting(steps, done, prepared.steps)
         return _accounted(agreeing(counted, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe))), visits)
 

@@ -76,7 +76,7 @@ def _number(value: float) -> str:
 
 COLUMNS = (
     Column("reward", "reward", _number),
-    Column("signal", "frac_reward_zero_std", lambda dead: _percent(1.0 - dead)),
+    Column("dead", "groups/dead", _percent),
     Column("kl", "kl", _number),
     Column("entropy", "entropy", _number),
     Column("length", "completions/mean_length", lambda value: f"{value:.0f}"),
@@ -104,9 +104,15 @@ FLAGS = (
     Flag("groups/solved", lambda v: v > MOST, "of the groups are solved: make the prompts harder, or stop here"),
     Flag("groups/failed", lambda v: v > MOST, "of the groups hold no right completion: make the prompts easier, or start from SFT"),
     Flag(
-        "frac_reward_zero_std",
+        "tokens/trained",
+        lambda v: v == 0,
+        "tokens were trained: no rewards differ within a group, or every completion is cut off and masked (group.truncated: mask)",
+        solved=True,
+    ),
+    Flag(
+        "groups/dead",
         lambda v: v > MOST,
-        "of the groups had equal rewards: prompts too easy or too hard",
+        "of the groups are dead, because their rewards are equal or all of them is masked: prompts too easy or too hard",
         solved=True,
     ),
     Flag("completions/clipped_ratio", lambda v: v > 0.5, "of the completions hit the length limit: raise rollout.max_new_tokens"),
@@ -131,7 +137,7 @@ FLAGS = (
     ),
     Flag("reward", lambda v: math.isnan(v), "reward: no completion could be scored; try `groupwise score`"),
 )
-SHARES = ("groups/solved", "groups/failed", "frac_reward_zero_std", "completions/clipped_ratio", "completions/duplicates")
+SHARES = ("groups/solved", "groups/failed", "groups/dead", "completions/clipped_ratio", "completions/duplicates")
 """Metrics that are shares, and are said in percent."""
 RECENT = 10
 """Steps over which the summary averages."""
@@ -142,9 +148,9 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
 
     history: metrics of each step, oldest first.
 
-    >>> flags([{"frac_reward_zero_std": 0.9, "entropy": 0.5}])
-    ['frac_reward_zero_std 90%: of the groups had equal rewards: prompts too easy or too hard']
-    >>> flags([{"groups/solved": 0.87, "frac_reward_zero_std": 0.9, "entropy": 0.001, "completions/duplicates": 0.9}])
+    >>> flags([{"completions/clipped_ratio": 0.9, "entropy": 0.5}])
+    ['completions/clipped_ratio 90%: of the completions hit the length limit: raise rollout.max_new_tokens']
+    >>> flags([{"groups/solved": 0.87, "groups/dead": 0.9, "entropy": 0.001, "completions/duplicates": 0.9}])
     ['87 % of the groups are solved: make the prompts harder, or stop here']
     """
     found = []
@@ -160,8 +166,8 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
 def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Flag, float]]:
     """The flags that the last steps raise, each with its metric's mean over them.
 
-    What success looks like (equal rewards, the same texts, no entropy) is no warning where most groups are solved; groups that all
-    fail are named once, too.
+    What success looks like (dead groups, the same texts, no entropy) is no warning where most groups are solved; of flags with one
+    cause only the first is raised: nothing trained, all groups failed, dead groups.
     """
     recent = history[-RECENT:]
     means = {}
@@ -174,8 +180,8 @@ def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Flag, float]]:
     for flag in FLAGS:
         if flag.metric not in means or not flag.wrong(mean := means[flag.metric]) or (flag.solved and solved):
             continue
-        if flag.metric == "frac_reward_zero_std" and failed:
-            continue  # said by groups/failed
+        if flag.metric in ("tokens/trained", "groups/dead") and (failed or any(one.metric == "tokens/trained" for one, _ in found)):
+            continue
         found.append((flag, mean))
     return found
 

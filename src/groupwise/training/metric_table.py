@@ -70,9 +70,9 @@ METRICS: tuple[Section, ...] = (
             Metric("rewards/NAME/mean", "yours", "mean over completions", "One reward function by itself, where it applies."),
             Metric("rewards/NAME/none", "share", "completions with None / completions",
                    "How often the function did not apply. Written only if it happened.", "small, or as intended"),
-            Metric("frac_reward_zero_std", "share", "1 - groups of unequal rewards / prompts drawn",
-                   "Prompts whose completions all got one reward. With a baseline of the group they give no gradient."
-                   " With pass rate p expect p^G + (1 - p)^G.", "below 0.5"),
+            Metric("groups/dead", "share", "1 - groups with a trained token whose advantage is not 0 / prompts drawn",
+                   "Groups that teach nothing: their rewards are equal, or all of them is masked. With pass rate p expect p^G +"
+                   " (1 - p)^G. TRL's `frac_reward_zero_std`, which counts equal rewards alone.", "below 0.5"),
             Metric("groups/solved", "share", "groups whose completions are all right / groups with a verdict",
                    "By the recipe's verdict; not written without one.", "not near 1"),
             Metric("groups/failed", "share", "groups without a right completion / groups with a verdict",

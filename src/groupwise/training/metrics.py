@@ -1,7 +1,7 @@
 """The metrics of a reinforcement-learning step, computed from its records; nothing is changed.
 
-Names that users know from TRL keep their meaning: `reward`, `reward_std`, `frac_reward_zero_std`, `completions/mean_length`,
-`completions/clipped_ratio`, `entropy`, `kl`.  A quantity that was not computed has no key.
+Names that users know from TRL keep their meaning: `reward`, `reward_std`, `completions/mean_length`, `completions/clipped_ratio`,
+`entropy`, `kl`.  A quantity that was not computed has no key.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def measure(
     version: optimizer steps taken before this one; what older weights have drawn is left out of the mismatch and counted as stale.
     """
     metrics = reward_metrics(groups, drawn) | completion_metrics(groups) | episode_metrics(groups)
+    metrics |= dead_metrics(updates, drawn) if groups[0].names else {}
     metrics |= {} if version is None else staleness_metrics(groups, version)
     tokens = sum(int(rollout.trained.sum()) for group in groups for rollout in group.rollouts)
     metrics["tokens/sampled"] = float(tokens)
@@ -61,16 +62,14 @@ def measure(
 
 
 def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
-    """Mean rewards, their standard deviation within groups, and the share of drawn prompts whose completions are scored alike."""
+    """Mean rewards, and their standard deviation within groups."""
     rewards = np.concatenate([group.reward for group in groups])
     spreads = [float(np.nanstd(group.reward, ddof=1)) for group in groups if np.count_nonzero(~np.isnan(group.reward)) > 1]
-    live = sum(not group.dead for group in groups)
     if not groups[0].names:
         return {"prompts": float(drawn)}
     metrics = {
         "reward": _mean(rewards),
         "reward_std": float(np.mean(spreads)) if spreads else 0.0,
-        "frac_reward_zero_std": 1.0 - live / drawn,
         "prompts": float(drawn),
     }
     metrics |= solved_metrics(groups)
@@ -80,6 +79,12 @@ def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
         if np.isnan(column).any():
             metrics[f"rewards/{name}/none"] = float(np.isnan(column).mean())
     return metrics
+
+
+def dead_metrics(updates: Sequence[Update], drawn: int) -> dict[str, float]:
+    """`groups/dead`: share of the prompts drawn whose groups taught nothing, all their advantages being 0, or masked."""
+    live = {s.group for one in updates for s in one.samples if s.index >= 0 and (s.advantage * s.weight).any()}
+    return {"groups/dead": 1.0 - len(live) / drawn}
 
 
 def solved_metrics(groups: Sequence[Scored]) -> dict[str, float]:

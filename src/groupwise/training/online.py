@@ -67,12 +67,12 @@ def train_online(
     """
     assert [one is not None for one in (reference, critic, teacher)] == algorithm.needs
     source = GroupSampler(engine=engine, rewards=rewards, draw=draw, algorithm=algorithm, group=group, sampling=sampling, seed=seed)
-    ahead, silent = ahead or PrefetchedRollouts(), 0
+    ahead, idle = ahead or PrefetchedRollouts(), Idle(algorithm)
     for number in range(done + 1, steps + 1):
         clock, version = Clock(), optimizer.taken
         with clock.phase("rollout"):
             groups, drawn = ahead.take(number, steps, source)
-        silent = _silent(groups, silent)
+        idle.count(groups)
         with clock.phase("reference"):
             asked = None if teacher is None else teacher.before(groups)
             groups = with_signals(groups, algorithm, group, policy, reference, critic, asked, budget)
@@ -99,20 +99,51 @@ def train_online(
         )
 
 
-SILENT_STEPS = 3
-"""Steps in a row without a single reward after which a run ends."""
+IDLE_STEPS = 3
+"""Steps in a row without a single reward, or without a single completion that is trained, after which a run ends."""
 
 
-def _silent(groups: Sequence[Scored], before: int) -> int:
-    """Steps in a row, this one included, of which no completion had a reward.  Raises RewardError after SILENT_STEPS of them."""
-    if not groups[0].names or not all(np.isnan(group.reward).all() for group in groups):
-        return 0
-    if before + 1 >= SILENT_STEPS:
-        raise RewardError(
-            f"the reward functions ({', '.join(groups[0].names)}) said None for every completion of {SILENT_STEPS} steps: nothing "
-            "can be learnt; try them with `groupwise score` on completions that they should reward"
-        )
-    return before + 1
+class Idle:
+    """Counts the steps in a row of which nothing can be learnt."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm, self.silent, self.masked = algorithm, 0, 0
+
+    def count(self, groups: Sequence[Scored]) -> None:
+        """Count a step.  Raises RewardError after IDLE_STEPS in a row of which no completion had a reward, or none is trained."""
+        silent = bool(groups[0].names) and all(np.isnan(group.reward).all() for group in groups)
+        self.silent = self.silent + 1 if silent else 0
+        self.masked = self.masked + 1 if all_masked(self.algorithm, groups) else 0
+        if self.silent >= IDLE_STEPS:
+            raise RewardError(
+                f"the reward functions ({', '.join(groups[0].names)}) said None for every completion of {IDLE_STEPS} steps: "
+                "nothing can be learnt; try them with `groupwise score` on completions that they should reward"
+            )
+        if self.masked >= IDLE_STEPS:
+            raise only_masked(self.masked)
+
+
+def all_masked(algorithm: Algorithm, groups: Sequence[Scored]) -> bool:
+    """True if a limit ended every completion, and such ones are not trained."""
+    return algorithm.truncated == "mask" and all(rollout.truncated for group in groups for rollout in group.rollouts)
+
+
+def only_masked(steps: int) -> RewardError:
+    """The error of a run, or of `steps` of it, without a completion that is trained."""
+    return RewardError(
+        f"every completion of {steps} steps was cut off at a limit and left out of the loss (group.truncated: mask): nothing can "
+        "be learnt; raise rollout.max_new_tokens, or set group.truncated: keep"
+    )
+
+
+def demand_training(steps: Iterator[Step], algorithm: Algorithm) -> Iterator[Step]:
+    """The steps of a run; after the last one raises RewardError if all completions of all steps were masked."""
+    masked = taken = 0
+    for step in steps:
+        yield step
+        taken, masked = taken + 1, masked + all_masked(algorithm, step.groups)
+    if 0 < masked == taken:
+        raise only_masked(masked)
 
 
 def _scores_first(algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings, policy: Policy) -> bool:

@@ -34,9 +34,14 @@ WORDS = {
         "No completion is right in {share} of the groups, so nothing says what would be better.",
         "Easier prompts, a better start (SFT), a larger group.group_size, partial rewards.",
     ),
-    "frac_reward_zero_std": Words(
-        "Most groups teach nothing",
-        "{share} of the groups got one reward for all their completions: with a baseline of the group their advantages are 0.",
+    "tokens/trained": Words(
+        "Nothing is trained",
+        "Rewards are equal within every group, or every completion is cut off and masked.",
+        "Raise rollout.max_new_tokens, or set group.truncated: keep; else as for dead groups: other prompts, a better start.",
+    ),
+    "groups/dead": Words(
+        "Most groups are dead",
+        "{share} of the groups teach nothing: all their completions got one reward, or were masked.",
         "Too hard: easier prompts, a better start (SFT), a larger group.group_size, partial rewards. Too easy: harder prompts. "
         "Half of both: objective dapo, or group.dead_groups: refill.",
     ),
@@ -77,7 +82,7 @@ WORDS = {
 
 FIGURES = (
     ("reward", "Reward", "mean of the step's completions"),
-    ("frac_reward_zero_std", "Dead groups", "share of prompts whose completions all got the same reward: they teach nothing"),
+    ("groups/dead", "Dead groups", "share of prompts whose groups teach nothing: equal rewards, or all masked"),
     ("entropy", "Entropy", "nats per sampled token; falls slowly, not to 0"),
     ("completions/mean_length", "Length", "tokens of a completion, on average"),
     ("completions/clipped_ratio", "Cut off", "share of completions that hit the length limit"),
@@ -96,8 +101,8 @@ FIGURES = (
 def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
     """The warnings of the last steps in plain words; empty if there are none.
 
-    >>> flags([{"frac_reward_zero_std": 0.9, "entropy": 0.5}])[0]["title"]
-    'Most groups teach nothing'
+    >>> flags([{"groups/dead": 0.9, "entropy": 0.5}])[0]["title"]
+    'Most groups are dead'
     """
     found = []
     for flag, value in raised(history):

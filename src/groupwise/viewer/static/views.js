@@ -54,7 +54,7 @@ VIEWS.groups = async (main) => {
 
 const nearestKept = (run, kind, wanted) => stepsOf(run, kind).reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
 const firstMetrics = (run) => SHOWN_FIRST.filter((name) => run.metrics.includes(name));
-const SHOWN_FIRST = ["reward", "frac_reward_zero_std", "entropy", "completions/mean_length", "completions/clipped_ratio", "kl", "ratio/kl",
+const SHOWN_FIRST = ["reward", "groups/dead", "entropy", "completions/mean_length", "completions/clipped_ratio", "kl", "ratio/kl",
   "mismatch/max", "eval/greedy", "eval/sampled", "accuracy", "loss"];
 
 function noCompletions(run) {
@@ -85,7 +85,7 @@ function stepBar(run, kind, step, curves) {
     metric && curves.steps.length > 1 ? scrubber(curves, metric, steps, step.step, jump) : null);
 }
 
-const SHARES = new Set(["frac_reward_zero_std", "completions/clipped_ratio", "eval/greedy", "eval/sampled", "accuracy"]);
+const SHARES = new Set(["groups/dead", "completions/clipped_ratio", "eval/greedy", "eval/sampled", "accuracy"]);
 
 /** The few curves, the flags, the groups of the step. */
 async function rail(run, step, chosen, curves) {
@@ -330,7 +330,7 @@ function cardsOf(group, context) {
 
 const FAMILY = (name) => (name.includes("/") ? name.split("/")[0] : "main");
 const FAMILIES = { main: "The run", rewards: "Reward functions", eval: "Held out", completions: "Completions", ratio: "Importance ratios", clip: "Clipping", kl: "KL", mismatch: "Sampler mismatch", tokens: "Tokens", time: "Seconds by phase", limit: "The limit meter", staleness: "Staleness", ranks: "Processes" };
-const FIRST_NAMES = ["reward", "reward_std", "frac_reward_zero_std", "entropy", "kl", "loss", "grad_norm", "lr"];
+const FIRST_NAMES = ["reward", "reward_std", "groups/dead", "entropy", "kl", "loss", "grad_norm", "lr"];
 
 /** Runs that are laid over one another unless others are chosen: of each all its metrics are read. */
 const LAID_OVER = 8;
