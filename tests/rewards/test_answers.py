@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from decimal import Decimal
 from fractions import Fraction
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.rewards.answers import boxes, find_answer, find_gold, last_number, numbers_equal, read_number
+from groupwise.rewards.answers import boxes, final_number, find_answer, find_gold, last_number, numbers_equal, read_number
+from groupwise.rewards.verdicts import Undecided, decide, restated
 
 
 @pytest.mark.parametrize(
@@ -73,14 +75,33 @@ def test_whole_numbers_are_equal_iff_they_are(a, b):
     assert numbers_equal(left, right) is (a == b)
 
 
-@pytest.mark.parametrize(
-    "text", [" " * 200_000 + "x", "a" + " " * 200_000 + "b.", "\\boxed{" * 30_000, "\\boxed{}" * 30_000, "{" * 200_000,
-             "answer" * 30_000, "1" * 200_000, "1,111" * 40_000, "####" * 40_000, "</think>" * 30_000,
-             "\\boxed{1}" + " " * 200_000 + "\\boxed{2}"],
-)  # fmt: skip
+LONG = [
+    " " * 200_000 + "x", "a" + " " * 200_000 + "b.", "\\boxed{" * 30_000, "\\boxed{}" * 30_000, "{" * 200_000, "answer" * 30_000,
+    "1" * 200_000, "1,111" * 40_000, "####" * 40_000, "</think>" * 30_000, "\\boxed{1}" + " " * 200_000 + "\\boxed{2}",
+    "answer to " * 20_000, "answer: " * 20_000, "answer is " + "\\(" * 90_000, "answer is 1" + " " * 90_000, "answer\n" * 9_000,
+    "<answer>" * 20_000, "```\n" * 50_000, "answer: " + "$" * 200_000, "answer is " + "1 is " * 40_000, "**" * 90_000,
+    "\r\n" * 90_000,
+]  # fmt: skip
+PIECES = [
+    "(", "{", "\\text{", "\\frac", "\\frac{", "\\sqrt{", "^{", "2^", "1/", "x/", "2!", "1,", "-", " ", "a ", "and ", "\\pm", "\\cup",
+    "\\begin{pmatrix}", "\\text{a}", "1 000 ", "0.\\overline{3}", "9^9^", "😀", "“", "|", "=", "x^2", "\\quad", "1e9",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LONG, ids=[repr(text[:12]) for text in LONG])
 @pytest.mark.timeout(60)  # a fraction of a second; a search that begins again at every character takes many minutes
 def test_long_texts_take_linear_time(text):
-    find_answer(text), last_number(text), read_number(text)
+    find_answer(text), find_answer(text, cut=True), find_gold(text), final_number(text), last_number(text), read_number(text)
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.timeout(60)
+def test_answers_made_of_one_piece_are_compared_or_left_in_linear_time(piece):
+    answer = (piece * 2_000)[:2_000]
+    for gold in ("95", r"\frac{\sqrt3}{2}", "x^2+1", r"\{1,2\}", "(1,2]", "x>5", r"\text{east}", "A", answer):
+        with contextlib.suppress(Undecided):
+            assert decide(gold, answer if gold != answer else "95") in (0.0, None)
+    restated(answer, "95", answer * 50)
 
 
 def test_last_number():

@@ -23,7 +23,7 @@ _QUOTES_ALIKE = str.maketrans(dict.fromkeys("“”„‟«»", '"') | dict.from
 _LINE_ENDS = re.compile(r"\r\n?|[\v\f\x85\u2028\u2029]")
 _THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_BOXES = re.compile(r"\\f?boxed\s*\{")
+_BOXES = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
 _GAP = r"(?:[\s$]|\\q?quad|\\[,; ()\[\]])*"
 _BETWEEN_BOXES = re.compile(rf"{_GAP}(?:[,;]|[,;]?\s*(?:and|or|\\text\s*\{{\s*,?\s*(?:and|or)\s*\}})){_GAP}", re.IGNORECASE)
 APART = 50
@@ -45,7 +45,7 @@ _ASIDE = re.compile(
     re.IGNORECASE,
 )
 """Where an answer ends and the words about it begin."""
-_SENTENCE = re.compile(r"[.!?][*_]{0,3}\s+(?=[^\W\d_]|\*)|<\||</s>")
+_SENTENCE = re.compile(r"[.!?][*_]{0,3}\s+(?=\S)|<\||</s>")
 _CLOSED = re.compile(r"([*_`])[.!?]+$")
 _DISPLAYS = {"\\[": "\\]", "$$": "$$", "```": "```"}
 _SPAN = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)")
@@ -361,7 +361,8 @@ def last_number(text: str) -> Decimal | Fraction | None:
 
 
 def final_number(text: str, *, cut: bool = False) -> Decimal | Fraction | None:
-    """`last_number` of the answer that a text gives, if that holds one, else of the text.  cut: as in `find_answer`.
+    """`last_number` of the answer that a text gives, if that holds one, else of what follows its thinking.  cut: as in
+    `find_answer`.
 
     >>> final_number("The answer is 42, not 41."), final_number("It is 6 * 7 = 42, I think."), final_number("42", cut=True)
     (Decimal('42'), Decimal('42'), None)
@@ -370,4 +371,4 @@ def final_number(text: str, *, cut: bool = False) -> Decimal | Fraction | None:
     if answer is not None and _NEGATION.match(answer):
         return None
     number = None if answer is None else last_number(answer)
-    return last_number(text) if number is None and not cut else number
+    return last_number(after_thinking(text)) if number is None and not cut else number

@@ -48,6 +48,7 @@ _SAME += [(mark, "") for mark in (r"\$", "$", r"\(", r"\)", r"\[", r"\]")]
 _SAME += [(r"\leqslant", r"\le"), (r"\geqslant", r"\ge"), (r"\leq", r"\le"), (r"\geq", r"\ge")]
 _TABULAR = re.compile(r"\\begin\{(?:\wmatrix|array|cases|aligned?)")
 _DOUBLED = re.compile(r"\\(?=\\[A-Za-z])")
+_POWER = re.compile(r"(?<=[\w)])\*\*(?=[\w(-])")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _RAISED_TO = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _TEXT = r"text(?:rm|bf|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|hbox|operatorname|boldsymbol|bm|emph|underline|mathop"
@@ -56,7 +57,7 @@ _SILENT = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|nolimits|rm|bf|it|phantom\{[^{}]*\})(?![A-Za-z])\.?|\\color\{\w*\}"
 )
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\,(?=\d{3}(?!\d)))\s*(?=\d{3})")
-_SPACES = re.compile(r"\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\hspace\*?\{[^{}]*\}|\s+")
+_SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\hspace\*?\{[^{}]*\}|\s+")
 _GROUPED = re.compile(r"(?<![\d.,^_{\\/])\d{1,3}(?: \d{3})+(?![\d/])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|(\d)\s*(?=\{))")
 _REPEATING = re.compile(r"(\d{0,30})\.(\d{0,30})\\(?:overline|bar)\s*(?:\{(\d{1,30})\}|(\d))")
@@ -77,6 +78,7 @@ def plain(text: str) -> str:
         text = "".join(map(_ascii, text))
     if not _TABULAR.search(text):
         text = _DOUBLED.sub("", text)
+    text = _POWER.sub("^", text)
     for one, other in _SAME:
         text = text.replace(one, other)
     text = _SPACES.sub(" ", _THOUSANDS.sub("", _SILENT.sub("", text)))
@@ -107,7 +109,9 @@ def _ascii(char: str) -> str:
 
 
 def _unstyled(found: re.Match[str]) -> str:
-    inner = found[1].strip()
+    inner, before = found[1].strip(), found.string[max(0, found.start() - 3) : found.start()].rstrip()
+    if len(inner) == 1 and inner not in "eid" and before[-1:] and before[-1] in "0123456789})":
+        return rf"\text{{{inner}}}"  # 5 m
     if len(inner) <= 1 or not any(char.isalpha() for char in inner):
         return inner
     if inner in FUNCTIONS:

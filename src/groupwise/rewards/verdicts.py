@@ -291,7 +291,7 @@ def shape_of(text: str) -> Shape:
 
 def _bracketed(text: str) -> Shape:
     for opening, closings, kind in (
-        ("\\{", ("\\}",), "set"), ("\\lbrace", ("\\rbrace",), "set"), ("{", ("}",), "set"), ("\\langle", ("\\rangle",), "tuple"),
+        ("\\{", ("\\}",), "set"), ("\\lbrace", ("\\rbrace",), "set"), ("{", ("}",), "list"), ("\\langle", ("\\rangle",), "tuple"),
         ("(", (")", "]"), "tuple"), ("[", ("]", ")"), "tuple"),
     ):  # fmt: skip
         closing = next((one for one in closings if text.endswith(one)), None)
@@ -301,7 +301,7 @@ def _bracketed(text: str) -> Shape:
             if len(members) > 1:
                 marks = ("(", ")") if opening == "\\langle" else (opening, closing)
                 return Shape(kind, tuple(members), marks)
-            if kind == "set" and len(members) == 1 and _split(inner, _LISTING)[1] == [] and _closes(text):
+            if kind != "tuple" and len(members) == 1 and _split(inner, _LISTING)[1] == [] and _closes(text):
                 return shape_of(inner)
     if "\\pm" in text and text.count("\\pm") == 1:
         plus, minus = text.replace("\\pm", "+"), text.replace("\\pm", "-")
@@ -370,8 +370,10 @@ def _equal(gold: str, answer: str, ask: Ask) -> bool:
     if g.kind in ("list", "set") and a.kind in ("list", "set"):
         return _unordered(g.parts, a.parts, ask)
     if {g.kind, a.kind} <= {"list", "tuple"}:
-        brackets = g.kind != a.kind or g.marks == a.marks
+        brackets = g.marks == a.marks if g.kind == a.kind else len(g.parts) > 2 or ("(", ")") in (g.marks, a.marks)
         return brackets and len(g.parts) == len(a.parts) and all(map(_equal, g.parts, a.parts, [ask] * len(g.parts)))
+    if {g.kind, a.kind} == {"set", "tuple"}:
+        return False
     if g.kind == a.kind == "matrix":
         return g.marks == a.marks and all(map(_equal, g.parts, a.parts, [ask] * len(g.parts)))
     if g.kind == a.kind == "union" and len(g.parts) == len(a.parts) and _unordered(g.parts, a.parts, ask):
@@ -496,7 +498,7 @@ def _quantity(text: str) -> Quantity:
     text = _labelled(text)[1]
     text = _CURRENCY.sub(r"\1", text)
     node = parse(text)
-    if node is not None and node.number is not None and node.kind != "percent":
+    if node is not None and node.number is not None and node.kind != "percent" and "circ" not in text:
         return Quantity(node, rest=text)
     rest, unit = _without_unit(text)
     percent = bool(re.match(r"percent|pct|%", unit))

@@ -1,0 +1,191 @@
+"""Answers as models write them: one file of forms, read by every reward that compares with a gold answer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.rewards.accuracy import accuracy, as_text, check_gold, exact, number
+from groupwise.rewards.answers import find_gold
+from groupwise.rewards.verdicts import Undecided, decide
+
+HERE = Path(__file__).parent
+VERDICTS = {"1": 1.0, "0": 0.0, "-": None}
+ASKED = {"roots, powers, constants", "expressions", "equations", "inequalities and intervals", "sets and lists", "words of LaTeX"}
+"""Kinds with forms that math-verify is asked about."""
+
+
+class Form(NamedTuple):
+    kind: str
+    accuracy: float | None
+    exact: float | None
+    number: float | None
+    gold: str
+    text: str
+    why: str
+    how: str
+
+
+def forms() -> list[Form]:
+    found, kind = [], ""
+    for line in (HERE / "answer_forms.tsv").read_text(encoding="utf-8").split("\n"):
+        if line.startswith("#") and "\t" not in line:
+            kind = line[2:]
+        elif line:
+            first, second, third, gold, text, why, *how = line.split("\t")
+            gold, text = gold.replace("⏎", "\n"), text.replace("⏎", "\n")
+            found.append(Form(kind, VERDICTS[first], VERDICTS[second], VERDICTS[third], gold, text, why, "".join(how)))
+    return found
+
+
+FORMS = forms()
+
+
+def scored(function, forms: list[Form], **more) -> list[float | None]:
+    reasons = ["length" if form.how == "cut" else "eos" for form in forms]
+    return function([form.text for form in forms], [form.gold for form in forms], finish_reasons=reasons, **more)
+
+
+def test_the_file_holds_right_and_wrong_forms_of_every_kind():
+    assert len({(form.gold, form.text, form.how) for form in FORMS}) == len(FORMS) >= 400
+    counts = Counter((form.kind, form.accuracy) for form in FORMS)
+    kinds = {form.kind for form in FORMS} - {"words"}
+    assert len(kinds) >= 15 and min(counts[kind, verdict] for kind in kinds for verdict in (0.0, 1.0)) >= 5
+    assert counts["words", None] >= 15 and all(form.why for form in FORMS)
+
+
+@pytest.mark.slow
+def test_accuracy_gives_every_form_its_verdict():
+    prompts = [form.how.removeprefix("prompt: ") if form.how.startswith("prompt: ") else "" for form in FORMS]
+    verdicts = scored(accuracy, FORMS, prompts=prompts)
+    assert [(form, verdict) for form, verdict in zip(FORMS, verdicts, strict=True) if verdict != form.accuracy] == []
+
+
+@pytest.mark.parametrize("kind", sorted({form.kind for form in FORMS} - ASKED))
+def test_numbers_words_options_and_dates_need_no_process(kind):
+    for form in FORMS:
+        if form.kind == kind and not form.how and not any(sign in form.gold + form.text for sign in ("sqrt", "pi", "x", "√")):
+            try:
+                decide(find_gold(form.gold) or "", form.text)
+            except Undecided:
+                pytest.fail(f"{form.gold!r} and {form.text!r} are left to math-verify")
+
+
+def test_exact_gives_every_form_its_verdict():
+    verdicts = scored(exact, FORMS)
+    assert [(form, verdict) for form, verdict in zip(FORMS, verdicts, strict=True) if verdict != form.exact] == []
+
+
+def test_number_gives_every_form_its_verdict():
+    verdicts = scored(number, FORMS)
+    assert [(form, verdict) for form, verdict in zip(FORMS, verdicts, strict=True) if verdict != form.number] == []
+
+
+@pytest.mark.slow
+def test_a_gold_of_the_file_passes_the_check_of_golds_unless_it_is_words():
+    readable = {form.gold: form.accuracy is not None for form in FORMS}
+    problems = check_gold(list(readable))
+    assert [
+        (gold, problem) for gold, problem in zip(readable, problems, strict=True) if (problem is None) is not readable[gold]
+    ] == []
+    assert {problem for problem in problems if problem} == {
+        "holds no answer",
+        "is words, not mathematics: `exact` compares words",
+    }
+
+
+WAYS = (
+    r"\boxed{%s}", "The answer is $%s$.", "so\n#### %s", "Thus\n$$\\boxed{ %s }.$$ Done.", "The final answer is: \\[ %s \\]",
+    "**Answer:** $%s$", "<think>hm</think>\n<answer>%s</answer>", "So $x$ is\n\n$\\boxed{%s}$.",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_answers_in_the_forms_of_math_are_right_in_all_ways_to_mark_them_and_no_other_is():
+    golds = (HERE / "math_answers.txt").read_text(encoding="utf-8").splitlines()[1:]
+    pairs = [(gold, way % gold) for gold in golds for way in WAYS]
+    assert len(pairs) >= 1_000
+    verdicts = accuracy([text for _, text in pairs], [gold for gold, _ in pairs])
+    assert [pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict != 1.0] == []
+    others = [(gold, rf"\boxed{{{golds[(n * 7 + 3) % len(golds)]}}}") for n, gold in enumerate(golds)]
+    right = accuracy([text for _, text in others], [gold for gold, _ in others])
+    assert [pair for pair, verdict in zip(others, right, strict=True) if verdict != 0.0] == []
+
+
+# ---------------------------------------------------------------------------------- prose: letters, accents, quotes, line ends
+
+SYLLABLES = st.sampled_from(["ba", "ko", "té", "mü", "ла", "ni"])
+WORDS = st.lists(SYLLABLES, min_size=2, max_size=4).map("".join)
+QUOTE = st.sampled_from(["", '"', "'", "“", "’", "«"])
+LINE_END = st.sampled_from(["\n", "\r\n", "\r", "\u2028"])
+
+
+@given(st.lists(WORDS, min_size=4, max_size=9), st.integers(0, 9), QUOTE, st.integers(0, 999))
+def test_prose_has_no_answer_whatever_its_letters_accents_and_quotes(words, place, quote, gold):
+    words.insert(place, str(gold))
+    text = f"{quote}{' '.join(words)}"
+    assert accuracy([text], [gold]) == [0.0]
+    assert number([text], [gold]) == [1.0]
+
+
+@given(st.lists(WORDS, min_size=1, max_size=9), LINE_END, QUOTE, st.integers(-999, 999))
+def test_a_marked_answer_stands_whatever_the_letters_and_line_ends_around_it(words, end, quote, gold):
+    closing = {"“": "”", "«": "»", "’": "’"}.get(quote, quote)
+    prose = " ".join(words)
+    marked = [f"{end}#### {gold}{end}", f".{end}Answer: {quote}{gold}{closing}{end}", rf"\boxed{{{gold}}}{end}{prose}"]
+    texts = [prose + answer for answer in marked]
+    for function in (accuracy, exact, number):
+        assert function(texts, [gold] * 3) == [1.0] * 3
+        assert function(texts, [gold + 1] * 3) == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [("café", "cafe\u0301"), ("a\nb", "a\r\nb"), ("it's", "it’s"), ('"a"', "“a”"), ("-5 a", "−5 a"), ("a\nb", "a\u2028b")],
+)
+def test_exact_reads_accents_line_ends_quotes_and_minus_signs_however_they_are_encoded(gold, text):
+    assert exact([text], [gold]) == exact([gold], [text]) == [1.0]
+    assert exact(["cafe"], ["café"]) == [0.0]
+
+
+# ---------------------------------------------------------------------------------- cells of tables
+
+
+@pytest.mark.parametrize(
+    ("cell", "text", "verdict"),
+    [
+        (1e-05, "0.00001", 1.0), (1e-05, "-5", 0.0), (2.5e17, "250000000000000000", 1.0), (1e20, "100000000000000000000", 1.0),
+        (4.0, "4", 1.0), (4.0, "4.0", 1.0), (0.1 + 0.2, "0.3", 1.0), (1 / 3, "0.333333333333333", 1.0), (7, "7", 1.0),
+        (7, "8", 0.0),        (float("nan"), "5", None), (None, "5", None),
+    ],
+)  # fmt: skip
+def test_a_number_of_a_table_is_the_number_and_nan_is_none(cell, text, verdict):
+    assert accuracy([text], [cell]) == exact([text], [cell]) == number([text], [cell]) == [verdict]
+
+
+def test_every_float_is_written_out_and_read_back():
+    for value in (1e-300, -1e-7, 0.1, 123456.789, 1e15, 1.5e300, -0.0):
+        text = as_text(value)
+        assert "e" not in text and math.isclose(float(text), value, rel_tol=1e-14)
+        assert accuracy([rf"\boxed{{{text}}}"], [value]) == [1.0]
+
+
+# ---------------------------------------------------------------------------------- None
+
+
+def test_a_gold_in_words_gives_none_and_a_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        verdicts = accuracy([r"\boxed{silent}", "42", r"\boxed{4}"], ["the word listen", "forty-two of them", "4"])
+    assert verdicts == [None, None, 1.0]
+    assert "'the word listen': is words, not mathematics: `exact` compares words" in caplog.text
+    assert "forty-two of them" in caplog.text
+    caplog.clear()
+    accuracy([r"\boxed{silent}"], ["the word listen"])
+    assert caplog.text == ""
