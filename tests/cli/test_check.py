@@ -117,6 +117,76 @@ def test_a_gold_answer_that_cannot_be_right_is_named(check: Callable, tmp_path: 
     assert "gold answers do not earn accuracy = 1" in text
 
 
+ROWS: dict = {"task": None, "limit": None, "eval_limit": None, "chat": False}
+
+
+@pytest.fixture
+def check_rows(check: Callable, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Check these rows with these rewards."""
+
+    def run(rows: list[dict], *rewards: dict) -> tuple[int, str]:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return check(data=ROWS | {"path": str(path)}, rewards=list(rewards))
+
+    return run
+
+
+ACCURACY, THINKS_FIRST = {"function": "accuracy"}, {"function": "think_format"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "rewards"),
+    [
+        ([{"prompt": "1+1=", "answer": "2"}] * 7 + [{"prompt": "1+2="}], [ACCURACY]),
+        ([{"prompt": "1+1=", "answer": "2"}] * 7 + [{"prompt": "1+2=", "answer": None}], [ACCURACY]),
+        ([{"prompt": "1+1=", "answer": 2.0}] * 7 + [{"prompt": "1+2=", "answer": float("nan")}], [ACCURACY]),
+        ([{"prompt": "1+1=", "answer": "2"}] * 8, [THINKS_FIRST, ACCURACY]),
+        ([{"prompt": "1+1=", "answer": "x", "final": "2"}] * 8, [ACCURACY | {"args": {"column": "final"}}]),
+        ([{"prompt": "1+1=", "solution": "Paris"}] * 8, [{"function": "exact"}]),
+    ],
+    ids=["without the column", "null", "NaN", "format first", "a named column", "words for exact"],
+)
+def test_golds_are_held_against_the_functions_and_columns_that_training_takes(
+    rows: list[dict], rewards: list[dict], check_rows: Callable
+) -> None:
+    status, text = check_rows(rows, *rewards)
+    assert status == 0 and "ok    gold" in text, text
+    lacking = len({json.dumps(row) for row in rows}) - 1
+    assert (f"{lacking} of 8 rows have none" in text) == bool(lacking)
+
+
+@pytest.mark.slow
+def test_golds_in_words_are_named_for_accuracy(check_rows: Callable) -> None:
+    status, text = check_rows([{"prompt": "1+1=", "answer": "two of them"}] * 8, ACCURACY)
+    assert status == 1
+    assert "8 of 8 gold answers do not earn accuracy = 1" in text and "(is words, not mathematics: `exact` compares words)" in text
+
+
+@pytest.mark.slow
+def test_what_the_prompt_itself_and_each_half_of_the_derivation_would_earn_is_shown(check_rows: Callable) -> None:
+    rows = [{"prompt": f"{n} + 14 =", "answer": f"{n} + 14 = {n + 14}\n#### {n + 14}"} for n in range(8)]
+    _, text = check_rows(rows, ACCURACY)
+    shown = "the prompt itself earns accuracy 0; of the gold's derivation the left half earns accuracy 0, the right half earns"
+    assert f"ok    restated    as a completion {shown} accuracy 1" in text
+    _, text = check_rows([{"prompt": f"0+{n}", "answer": str(n)} for n in range(8)], {"function": "number"})
+    assert "note  restated    as a completion the prompt itself earns number 1" in text
+
+
+@pytest.mark.slow
+def test_every_form_of_gold_is_taken_or_named(check_rows: Callable) -> None:
+    lines = (Path(__file__).parents[1] / "rewards/answer_forms.tsv").read_text(encoding="utf-8").splitlines()
+    found = {cells[3]: cells[0] for line in lines if len(cells := line.split("\t")) > 4 and cells[3].strip()}
+    golds = [gold for gold, verdict in found.items() if verdict != "-"]
+    for some in (golds[:64], golds[64:]):
+        status, text = check_rows([{"prompt": "1+1=", "answer": gold} for gold in some], ACCURACY)
+        assert status == 0 and f"the gold answers of the first {len(some)} prompts earn accuracy = 1" in text, text
+    words = [gold for gold, verdict in found.items() if verdict == "-"]
+    status, text = check_rows([{"prompt": "1+1=", "answer": gold} for gold in words], ACCURACY)
+    assert status == 1 and f"{len(words)} of {len(words)} gold answers do not earn accuracy = 1" in text
+
+
 def test_an_unusable_recipe_says_why_in_its_last_line(check: Callable) -> None:
     status, text = check(group={"prompts_per_step": 100})
     assert status == 1

@@ -7,8 +7,9 @@ G completions of a prompt
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from groupwise.config.recipes import load_stages, with_lines
-from groupwise.config.settings import Recipe, is_online, positions_of
+from groupwise.config.settings import VERDICTS, Recipe, is_online, positions_of
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
@@ -35,6 +36,7 @@ from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
 from groupwise.models.probe import proofs_of
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job
 from groupwise.runs.environments import furnished, with_own_reward
@@ -56,6 +58,8 @@ FEW = 0.5
 """Share of completions that end, below which a recipe wastes most of what it samples."""
 ENTRIES = 64
 """Of a procedural data set, whose scorers are looked at."""
+GOLDS, PROBED = 64, 16
+"""Rows whose gold answers are held against the rewards, and prompts that are given as their own answers."""
 QUESTION: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "1 + 1?"}]}
 """A row that stands for the prompts of an objective that learns from data."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -133,7 +137,7 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
         recipe = with_own_reward(recipe, None if talking is None else talking.source)
         if talking is not None:
             yield from _world(recipe, talking, job.prompts)
-        columns = list(job.prompts[0].row)
+        columns = list(dict.fromkeys(column for prompt in job.prompts for column in prompt.row))
         with lines():
             named = recipe.rewards
             rewards = no_rewards()
@@ -142,7 +146,10 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
                 rewards = build_rewards(named, columns=columns, tokenizer=tokenizer, verdict=verdict)
         with rewards:
             episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
-            yield from _golds(rewards, job.prompts[:64]) if rewards.names and not episodes else ()
+            if rewards.golds and not episodes:
+                graded = {one.name or one.function for one in named if one.function in VERDICTS} | {rewards.verdict}
+                yield from _golds(rewards, graded, job.prompts)
+                yield from _restated(rewards, job.prompts)
             order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
             yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
     except GroupwiseError as error:
@@ -256,24 +263,79 @@ def _world(recipe: Recipe, world: EpisodeWorld, prompts: Sequence[Prompt]) -> It
             environment.kill()
 
 
-def _golds(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Does the gold answer earn the reward it should?  In the forms in which models write answers."""
-    forms: tuple[Callable[[str], str], ...] = (str, lambda a: f"\\boxed{{{a}}}", lambda a: f"#### {a}")
-    column = next((c for c in ("answer", "solution") if prompts and c in prompts[0].row), None)
-    if column is None or rewards.verdict is None:
-        return
-    best = np.zeros(len(prompts))
-    for form in forms:
-        groups = [(_written(prompt, form(str(prompt.row[column]))),) for prompt in prompts]
-        best = np.maximum(best, [np.nan_to_num(found.right[0]) for found in rewards.score(groups)])
-    missed = [prompt for prompt, value in zip(prompts, best, strict=True) if value < 1.0]
-    says = f"the gold answers of the first {len(prompts)} prompts earn {rewards.verdict} = 1"
-    if missed:
-        says = (
-            f"{len(missed)} of {len(prompts)} gold answers do not earn {rewards.verdict} = 1, the first in row {missed[0].id}: "
-            f"{str(missed[0].row[column])[:80]!r}; no completion can be right there: look at `groupwise score` or drop these rows"
-        )
-    yield Finding("gold", not missed, says)
+def _golds(rewards: Rewards, graded: Collection[str | None], prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Does the gold answer earn the reward it should?  In the forms in which models write answers.
+
+    graded: the functions that give 1 to what is right; what others give is only shown.
+    """
+    for name, column in rewards.golds.items():
+        held = [prompt for prompt in prompts if as_text(prompt.row.get(column)) or prompt.row.get(column) == ""]
+        looked = held[:GOLDS]
+        if not looked:
+            good = False if name in graded else None
+            yield Finding("gold", good, f"no row has an answer in the column {column!r}: {name} gives None")
+            continue
+        earned = _earned(rewards, looked, [as_text(prompt.row[column]) for prompt in looked])[:, rewards.names.index(name)]
+        without = f"; {len(prompts) - len(held)} of {len(prompts)} rows have none" if len(held) < len(prompts) else ""
+        if name not in graded:
+            yield Finding(
+                "gold", None, f"the gold answers of the first {len(looked)} prompts earn {name} = {_mean(earned)}{without}"
+            )
+            continue
+        missed = [prompt for prompt, value in zip(looked, earned, strict=True) if not value >= 1.0]
+        says = f"the gold answers of the first {len(looked)} prompts earn {name} = 1{without}"
+        if missed:
+            gold = as_text(missed[0].row[column])
+            (problem,) = check_gold([gold]) if name == "accuracy" else [None]
+            why = f" ({problem})" if problem else ""
+            says = (
+                f"{len(missed)} of {len(looked)} gold answers do not earn {name} = 1, the first in row {missed[0].id}: "
+                f"{gold[:80]!r}{why}; no completion can be right there: look at `groupwise score` or drop these rows"
+            )
+        yield Finding("gold", not missed, says)
+
+
+def _restated(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """What the prompt itself would earn as a completion, and each half of the equation that ends the gold's derivation."""
+    golds = rewards.golds
+    probes: dict[str, list[tuple[Prompt, str]]] = {"the prompt itself": [], "the left half": [], "the right half": []}
+    for prompt in prompts[:PROBED]:
+        asked = prompt.row.get("prompt") or prompt.text
+        probes["the prompt itself"].append((prompt, asked if isinstance(asked, str) else str(asked[-1].get("content"))))
+        derivation = next((text for column in golds.values() if (text := as_text(prompt.row.get(column)))), "")
+        for half, text in zip(("the left half", "the right half"), halves(derivation), strict=False):
+            probes[half].append((prompt, text))
+    says, paid = [], False
+    for what, found in probes.items():
+        if found:
+            earned = _earned(rewards, [prompt for prompt, _ in found], [text for _, text in found])
+            says.append(f"{what} earns " + ", ".join(f"{name} {_mean(earned[:, rewards.names.index(name)])}" for name in golds))
+            paid |= what != "the right half" and any((earned[:, rewards.names.index(name)] >= 1.0).any() for name in golds)
+    of = "; of the gold's derivation " if len(says) > 1 else ""
+    yield Finding("restated", None if paid else True, f"as a completion {says[0]}{of}{', '.join(says[1:])}")
+
+
+def halves(derivation: str) -> tuple[str, ...]:
+    """Both sides of the last equation of a worked solution; nothing where there is none.
+
+    >>> halves("He has 48/2 = <<48/2=24>>24 left.\\n#### 24"), halves("24")
+    (('48/2', '24'), ())
+    """
+    equations = re.findall(r"([^=<>\n]{1,200})=([^=<>\n]{1,200})", derivation)
+    return tuple(side.strip(" .$") for side in equations[-1]) if equations else ()
+
+
+def _earned(rewards: Rewards, prompts: Sequence[Prompt], texts: Sequence[str]) -> np.ndarray:
+    """(N, K): the best that each text earns in the forms in which models write answers; NaN where it is not judged."""
+    best = np.full((len(prompts), len(rewards.names)), np.nan)
+    for form in ("{}", "\\boxed{{{}}}", "#### {}"):
+        groups = [(_written(prompt, form.format(text)),) for prompt, text in zip(prompts, texts, strict=True)]
+        best = np.fmax(best, [found.rewards[0] for found in rewards.score(groups)])
+    return best
+
+
+def _mean(values: np.ndarray) -> str:
+    return "None" if np.isnan(values).all() else f"{np.nanmean(values):.2g}"
 
 
 def _written(prompt: Prompt, text: str) -> Rollout:

@@ -23,6 +23,7 @@ from groupwise.rewards.environment_states import EnvironmentState
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
 from groupwise.rewards.functions import Functions, Unit
 from groupwise.rewards.outcomes import Outcome, failed
+from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rewards.returned import describe_failure, described, validated
 from groupwise.rewards.step_signals import step_signal
 from groupwise.rewards.thread import Thread
@@ -244,6 +245,12 @@ class Rewards:
     def asks(self, *names: str) -> bool:
         """True if some function asks for one of these by name."""
         return any(name in reward.signature.named for reward in self._rewards for name in names)
+
+    @property
+    def golds(self) -> dict[str, str]:
+        """The functions that compare with a gold answer, by name, each with the data's column that holds it."""
+        found = {r.name: r.gold or next((c for c in GOLD_COLUMNS if c in r.signature.named), None) for r in self._rewards}
+        return {name: column for name, column in found.items() if column is not None}
 
     @property
     def process(self) -> bool:
