@@ -16,10 +16,9 @@ log = logger(__name__)
 
 CUT = "length"
 """The finish reason of a completion that the token limit ended."""
-NAMED = 20
-"""Gold answers that cannot be read and are named in a warning, in the life of a process."""
 
-_named = set[str]()
+_warned = set[str]()
+"""Gold answers that could not be read and were warned about."""
 
 
 def accuracy(
@@ -49,10 +48,11 @@ def accuracy(
         right, answer = find_gold(as_text(row)) or "", find_answer(text, cut=reason == CUT)
         pairs.append((right, None if answer and prompt and restated(answer, right, prompt) else answer))
     verdicts = shared_checker().compare(pairs)
-    for (right, _), verdict in zip(pairs, verdicts, strict=True):
-        if verdict is None and right and right not in _named and len(_named) < NAMED:
-            _named.add(right)
-            log.warning("accuracy gives None where the gold answer is %.60r: %s", right, _unreadable(right))
+    unread = {right for (right, _), verdict in zip(pairs, verdicts, strict=True) if verdict is None and right} - _warned
+    if unread:
+        _warned.update(unread)
+        first, others = min(unread), f" (so are {len(unread) - 1} more)" if len(unread) > 1 else ""
+        log.warning("accuracy gives None: the gold answer %r %s%s", first[:60], _unreadable(first), others)
     return verdicts
 
 
