@@ -184,7 +184,7 @@ def test_a_gold_in_words_gives_none_and_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         verdicts = accuracy([r"\boxed{silent}", "42", r"\boxed{4}"], ["the word listen", "forty-two of them", "4"])
     assert verdicts == [None, None, 1.0]
-    assert "the gold answer 'forty-two of them' is words, not mathematics: `exact` compares words (so are 1 more)" in caplog.text
+    assert "the gold answer 'forty-two of them' is words, not mathematics: `exact` compares words, like 1 more" in caplog.text
     caplog.clear()
     accuracy([r"\boxed{silent}"], ["the word listen"])
     assert caplog.text == ""

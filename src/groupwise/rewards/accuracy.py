@@ -51,7 +51,7 @@ def accuracy(
     unread = {right for (right, _), verdict in zip(pairs, verdicts, strict=True) if verdict is None and right} - _warned
     if unread:
         _warned.update(unread)
-        first, others = min(unread), f" (so are {len(unread) - 1} more)" if len(unread) > 1 else ""
+        first, others = min(unread), f", like {len(unread) - 1} more" if len(unread) > 1 else ""
         log.warning("accuracy gives None: the gold answer %r %s%s", first[:60], _unreadable(first), others)
     return verdicts
 
