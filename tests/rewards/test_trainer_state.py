@@ -96,10 +96,24 @@ def test_functions_that_are_given_themselves_log_too(runs: str, scored_group: Ca
     assert [group.logged for group in found] == [{"last": 9.0}] * 2
 
 
+def test_a_logged_number_that_is_not_finite_is_left_out_of_the_mean(own: Path, scored_group: Callable[..., Scored]) -> None:
+    text = """
+def odd(completions, log_metric):
+    for value in (1.0, float("nan"), 2.0, float("inf")):
+        log_metric("some", value)
+    log_metric("none", float("nan"))
+    return [0.0] * len(completions)
+"""
+    (own / "odd.py").write_text(text)
+    found = scored(["odd.py:odd"], rollouts(scored_group))
+    for group in (*found, *groups_of(table_of(Step(number=1, metrics={}, groups=found)))[0]):
+        assert group.logged["some"] == 1.5
+        assert math.isnan(group.logged["none"])
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("log_metric('a', float('nan'))", "is not finite"),
         ("log_metric('a', 'x')", "could not convert"),
         ("log_metric(3, 1.0)", "takes a name, got 3"),
         ("log_extra('a', [1])", "takes 4 values, one for each completion, got 1"),

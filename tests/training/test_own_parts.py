@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import ConfigError
@@ -58,6 +59,13 @@ def test_a_row_of_one_s_own_is_trained(recipe: Callable) -> None:
     own, same = recipe(objective="PARTS:MINE"), recipe(group={"surrogate": "PARTS:surrogate"})
     assert [step.metrics["loss"] for step in own] == [step.metrics["loss"] for step in same]
     assert [step.metrics["grad_norm"] for step in own] == [step.metrics["grad_norm"] for step in same]
+
+
+def test_a_program_that_has_switched_gradients_off_trains_all_the_same(recipe: Callable) -> None:
+    with torch.set_grad_enabled(False):
+        steps = recipe(objective="ppo", group={"group_size": 2, "beta": 0.1})
+        assert not torch.is_grad_enabled()
+    assert all(step.metrics["grad_norm"] > 0 for step in steps)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def sequence_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
 
 
 def token_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
-    """`1 / N`: every token of the step counts the same (DAPO 2503.14476; CISPO 2506.13585)."""
+    """`1 / N`: every token of the step counts the same (CISPO 2506.13585; DAPO 2503.14476 as TRL and verl implement it)."""
     n_R = np.asarray(tokens_R)
     return _one_over(n_R.sum(), n_R)
 
@@ -46,7 +46,7 @@ def sequence_sum(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
 
 
 def prompt_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
-    """`1 / (prompts x tokens of the prompt's group)`: every prompt counts the same (ScaleRL 2510.13786; DAPO as written, eq. 8).
+    """`1 / (prompts x tokens of the prompt's group)`: every prompt counts the same (ScaleRL 2510.13786; DAPO's eq. 8).
 
     >>> prompt_mean([1, 3, 2, 2], [7, 7, 9, 9]).tolist()
     [0.125, 0.125, 0.125, 0.125]

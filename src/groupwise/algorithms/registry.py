@@ -57,7 +57,7 @@ class Algorithm:
     paper: str
     """arXiv number; empty where there is none."""
     equation: str
-    """The loss in one line, as in the paper."""
+    """The loss in one line, as it is computed; where the paper's differs, `docs/algorithms/notes.yaml` says how."""
     credit: Callable[..., credit.Advantages] = credit.standardized
     ratio: RatioLevel = losses.token
     surrogate: Surrogate = losses.clipped
@@ -281,7 +281,7 @@ _ROWS = (
     ),
     Algorithm(
         name="dapo",
-        summary="Clip higher, mean over tokens, only prompts with signal, truncated ones masked; add the reward `soft_overlong`.",
+        summary="Clip higher, mean over tokens, only live groups, truncated completions masked; add the reward `soft_overlong`.",
         paper="2503.14476",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho, 1 - 0.2, 1 + 0.28) A_i),  0 < right answers < G",
         surrogate=partial(losses.clipped, low=0.2, high=0.28),

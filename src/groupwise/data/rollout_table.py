@@ -153,7 +153,7 @@ def _row(step: Step, place: int, i: int, names: Sequence[str], signals: Sequence
         **{f"rewards/{name}": float(value) for name, value in zip(names, group.rewards[i], strict=True)},
         "reward": float(group.reward[i]),
         **{f"extra/{name}": json.dumps(group.extra[name][i]) if name in group.extra else None for name in _extras(step)},
-        "logged": json.dumps(dict(group.logged)),
+        "logged": json.dumps({name: value if np.isfinite(value) else None for name, value in group.logged.items()}),
         **{f"signals/{name}": group.signals[name][i] if name in group.signals else None for name in signals},
         **{f"update/{name}": column[place][i] if column[place][i].size else None for name, column in step.columns.items()},
     }
@@ -323,7 +323,7 @@ def _scored(
             for name in signals
             if first[name] is not None
         },
-        logged=json.loads(first.get("logged") or "{}"),
+        logged={name: np.nan if value is None else value for name, value in json.loads(first.get("logged") or "{}").items()},
         extra={
             name.removeprefix("extra/"): tuple(json.loads(row[name]) for row in rows)
             for name in first

@@ -344,7 +344,7 @@ class Rewards:
                 if column in columns:
                     raise RewardError(f"the reward function {name!r} logs the column {column!r}, which another one logs, too")
                 columns[column] = values
-        return {metric: float(np.mean(values)) for metric, values in metrics.items()}, columns
+        return {metric: mean_of_finite(values) for metric, values in metrics.items()}, columns
 
     def _outcomes(self, batch: Completions) -> list[Outcome | None]:
         """How each call ended; None for a call that was stopped because another one had failed."""
@@ -494,6 +494,16 @@ def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     array([ 2., nan])
     """
     return np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * np.asarray(weights), axis=1))
+
+
+def mean_of_finite(values: Sequence[float]) -> float:
+    """The mean of the numbers that are finite; NaN if none is.
+
+    >>> mean_of_finite([1.0, float("nan"), 2.0])
+    1.5
+    """
+    finite = [value for value in values if np.isfinite(value)]
+    return float(np.mean(finite)) if finite else float("nan")
 
 
 def as_messages(text: str) -> list[dict[str, str]]:

@@ -7,7 +7,6 @@ process: what it logs comes back with its rewards.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +44,10 @@ class Notes:
     def log_metric(self, name: str, value: float) -> None:
         """A number of this call; it is in the step's metrics as `log/NAME`, the mean where it is logged several times.
 
-        Raises TypeError or ValueError for what is no name or no finite number.
+        What is not finite is left out of the mean; where nothing else was logged the metric is NaN.
+        Raises TypeError or ValueError for what is no name or no number.
         """
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"log_metric({name!r}, ...): {number} is not finite")
-        self.metrics.setdefault(_name("log_metric", name), []).append(number)
+        self.metrics.setdefault(_name("log_metric", name), []).append(float(value))
 
     def log_extra(self, column: str, values: Any) -> None:
         """A value for each completion; it is in the table of the step's rollouts as the column `extra/COLUMN`, in JSON.

@@ -124,7 +124,7 @@ def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
 def logged_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     """`log/NAME`: what reward functions logged, the mean over the groups of whose call it was logged."""
     names = dict.fromkeys(name for group in groups for name in group.logged)
-    return {f"log/{name}": float(np.mean([group.logged[name] for group in groups if name in group.logged])) for name in names}
+    return {f"log/{name}": _mean(np.array([group.logged[name] for group in groups if name in group.logged])) for name in names}
 
 
 def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:

@@ -74,6 +74,7 @@ class Stepper(Protocol):
         ...
 
 
+@torch.enable_grad()  # whatever the program around has set
 def update(
     policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Stepper, *, budget: int, whole_groups: bool = False
 ) -> Update:
