@@ -278,6 +278,28 @@ def test_a_folder_that_vanishes_is_noticed(rollouts: int, recipe: Callable) -> N
         next(steps)
 
 
+@pytest.mark.fault("C6d", "the run folder is moved while the run continues", "StorageError; nothing is written in the old place")
+@pytest.mark.parametrize("instead", [False, True])
+def test_a_folder_that_is_moved_is_noticed_and_stays_one(instead: bool, recipe: Callable) -> None:
+    path = recipe("r", save={"rollouts_every": 1, "every": 1})
+    steps = train(load_recipe(path))
+    next(steps)
+    os.rename("runs/r", "runs/moved")
+    if instead:  # another folder has its name meanwhile
+        shutil.copytree("runs/moved", "runs/r")
+        before = sorted(str(one) for one in Path("runs/r").rglob("*"))
+    with pytest.raises(StorageError, match=r"runs/r.*gone"):
+        next(steps)
+    if instead:
+        assert sorted(str(one) for one in Path("runs/r").rglob("*") if "checkpoints" not in str(one)) == [
+            one for one in before if "checkpoints" not in one
+        ]
+        shutil.rmtree("runs/r")
+    assert not Path("runs/r").exists()
+    os.rename("runs/moved", "runs/r")
+    assert next(train(load_recipe(path))).number == 2
+
+
 @pytest.mark.parametrize("stop", range(3))
 @pytest.mark.fault("C20", "killed anywhere while a model replaces an older one", "the old one or the new one is there, whole")
 def test_a_folder_is_replaced_as_a_whole(stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

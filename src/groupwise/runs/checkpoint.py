@@ -95,7 +95,7 @@ def begin(folder: Path, step: int, needed: int) -> Path | None:
     final = place(folder, step)
     root = final.parent
     with _storage(root):
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)
         files.sweep(root)
         if final.is_dir():
             if not damage(final):

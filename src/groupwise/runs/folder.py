@@ -231,7 +231,7 @@ class RunLog:
         self.files = RunFiles(self.folder)
         self._every = recipe.save.rollouts_every
         with files.storing(self.folder, "the run"):
-            (self.folder / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+            (self.folder / ROLLOUTS).mkdir(exist_ok=True)
             for kind in (recorded.ROLLOUTS, recorded.EVALUATIONS):
                 recorded.cut(self.files, kind, done)
             (self.folder / DONE).unlink(missing_ok=True)
@@ -269,6 +269,7 @@ class RunLog:
         line |= {f"time/{phase}": seconds for phase, seconds in step.timings.items()}
         line |= _evaluated(step.evaluation or {})
         line["wall"] = time.time()
+        self._check_place()
         try:
             if self._every and step.groups and step.number % self._every == 0:
                 with files.storing(self.folder / ROLLOUTS / f"{step.number:06d}.parquet", "the completions of a step"):
@@ -277,10 +278,14 @@ class RunLog:
         finally:  # the step was taken, whatever becomes of its completions
             self._write_line(line)
 
+    def _check_place(self) -> None:
+        """Raises StorageError if the folder is not the one that the run began in: half of the run would stand in another."""
+        with files.storing(self.folder / METRICS, "the log"):
+            if not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.folder / METRICS)):
+                raise FileNotFoundError(errno.ENOENT, "it was moved or replaced while the run went on; move it back")
+
     def _write_line(self, line: dict[str, Any]) -> None:
         with files.storing(self.folder / METRICS, "the log"):
-            if not os.fstat(self._file.fileno()).st_nlink:
-                raise FileNotFoundError(errno.ENOENT, "it was deleted while the run went on")
             written = _line(line).encode()
             self.files.note_lines(METRICS, [written])
             self._file.write(written)

@@ -33,7 +33,7 @@ def write(run: RunFiles, kind: str, step: Step, name: str) -> None:
     table = table.append_column("run", pa.array([name] * len(table), pa.string()).dictionary_encode())
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=max(len(table), 1))
-    (run.folder / kind).mkdir(parents=True, exist_ok=True)
+    (run.folder / kind).mkdir(exist_ok=True)
     run.write(f"{kind}/{step.number:06d}.parquet", sink.getvalue().to_pybytes())
 
 

@@ -73,10 +73,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def new_folder(final: Path) -> Path:
-    """An empty folder beside `final`, to be filled and then given its name by `place`; what was left of an earlier one goes."""
+    """An empty folder beside `final`, to be filled and then given its name by `place`; what was left of an earlier one goes.
+
+    The folder above is there: a run that was moved away while it writes is not begun anew in its old place.
+    """
     temporary = final.with_name(f"{NEW}{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary.mkdir()
     return temporary
 
 
