@@ -1,7 +1,10 @@
-"""Paths that users write."""
+"""Paths that users write, and folders for temporary files."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.data.tokenizers import arithmetic_tokenizer, make_tokenizer, with_chat_template
 from groupwise.errors import ConfigError
 from groupwise.models.loading import read_blueprint
+from groupwise.utils import files
 from groupwise.utils.files import expanded
 
 
@@ -38,3 +42,23 @@ def test_every_path_of_a_recipe_may_lie_in_the_home_folder(home: Path, tiny_poli
     assert make_tokenizer("~/m", ()).get_vocab() == make_tokenizer(str(home / "m"), ()).get_vocab()
     (home / "t.jinja").write_text("{{ messages }}", encoding="utf-8")
     assert with_chat_template(arithmetic_tokenizer(), "~/t.jinja").chat_template == "{{ messages }}"
+
+
+def test_folders_that_killed_processes_have_left_go_and_those_of_others_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import sys, time, tempfile; tempfile.tempdir = sys.argv[1]; from groupwise.utils.files import temporary_folder; " \
+        "print(temporary_folder('kind'), flush=True); time.sleep(3600)"  # fmt: skip
+    others = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = [Path(one.stdout.readline().strip()) for one in others]  # type: ignore[union-attr]
+    (folders[0] / "file").write_text("x")
+    others[0].kill()
+    others[0].wait()
+    (tmp_path / "groupwise-other-x").mkdir()
+    (tmp_path / "groupwise-kind-file").write_text("a user's")
+    own = files.temporary_folder("kind")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        own.name, folders[1].name, "groupwise-other-x", "groupwise-kind-file",
+    }  # fmt: skip
+    assert files.temporary_folder("kind") != own and own.is_dir()
+    others[1].kill()
+    others[1].wait()

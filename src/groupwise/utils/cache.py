@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
+
+from groupwise.utils import files
 
 
 def cache_folder() -> Path:
@@ -25,8 +26,8 @@ def cache_folder() -> Path:
 @cache
 def _own_folder() -> Path:
     """Where the cache cannot be written: a folder for this process."""
-    folder = tempfile.mkdtemp(prefix="groupwise-cache-")
+    folder = files.temporary_folder("cache")
     import atexit
 
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    return folder

@@ -8,11 +8,13 @@ to.  What the operating system says about a disk is told in words (`storing`).
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -114,6 +116,40 @@ def sweep(root: Path) -> None:
     for prefix in (NEW, OLD):
         for path in root.glob(f"{prefix}*"):
             shutil.rmtree(path)
+
+
+def temporary_folder(kind: str) -> Path:
+    """A new folder of this process among the temporary ones; those that killed processes have left go.   kind: part of its name.
+
+    It is locked while this process lives, so that no other one takes it for left.   Raises StorageError.
+    """
+    root = Path(tempfile.gettempdir())
+    with storing(root, "temporary files"):
+        for left in root.glob(f"groupwise-{kind}-*"):
+            with suppress(OSError):  # another user's, or locked
+                if left.is_dir() and left.stat().st_uid == os.getuid():
+                    os.close(_locked(left))
+                    shutil.rmtree(left, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".groupwise-{kind}-"))
+        _LOCKS.append(_locked(folder))
+        named = folder.with_name(folder.name[1:])
+        folder.rename(named)
+    return named
+
+
+_LOCKS: list[int] = []
+"""Descriptors of this process's temporary folders, open until it ends."""
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that holds the folder's lock.  Raises OSError if another process holds it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
 
 
 # ---------------------------------------------------------------- reading

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.rollout.vllm.server import CANDIDATES, PLUGIN
 from groupwise.rollout.vllm.weight_sync import Answer, Ask, Facts, buckets, unfit
+from groupwise.utils import files
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process, and not one below it
@@ -59,7 +59,7 @@ class Colocated:
                 "groupwise and vllm into one, or leave colocated out: a server has an environment of its own"
             ) from error
         self.facts: list[Facts] = []
-        self._model = Path(tempfile.mkdtemp(prefix="groupwise-vllm-"))
+        self._model = files.temporary_folder("vllm")
         describe(self._model)
         self._how = {"max_model_len": policy.context, "max_num_seqs": rows, "dtype": dtype, "kv_cache_memory_bytes": cache}
         self._label, self._llm, self._sleeps, self._awake = "", None, False, True

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from groupwise.errors import ConfigError, PeerError
-from groupwise.utils.files import expanded
+from groupwise.utils.files import expanded, temporary_folder
 
 ENVIRONMENT = "GROUPWISE_VLLM"
 """Environment variable that names the folder of the virtual environment with vLLM in it."""
@@ -140,7 +140,7 @@ class OwnServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.folder = Path(tempfile.mkdtemp(prefix="groupwise-vllm-"))
+        self.folder = temporary_folder("vllm")
         self.log = self.folder / "server.log"
         model = self.folder / "model"
         model.mkdir()
