@@ -135,7 +135,9 @@ def load_seconds(times: int) -> dict[str, float]:
         proofs, commands = [], []
         for number in range(times):
             where = {"XDG_CACHE_HOME": str(Path(scratch) / f"cache{number}"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-            subprocess.run([sys.executable, "-c", "from groupwise.ops.kernels import absence; absence()"], env=os.environ | where)
+            subprocess.run(
+                [sys.executable, "-c", "from groupwise.ops.cpu.library import absence; absence()"], env=os.environ | where
+            )
             asked = {"cwd": scratch, "env": os.environ | where, "check": True, "capture_output": True, "text": True}
             after_imports = []
             for column in found.values():

@@ -12,8 +12,8 @@ from torch import Tensor
 from groupwise.ops import functional
 from groupwise.ops.attention import StreamAttention
 from groupwise.ops.cpu import decoding, interface, kernels, library
+from groupwise.ops.cpu.library import absence
 from groupwise.ops.cpu.registered import REGISTERED
-from groupwise.ops.kernels import absence
 from groupwise.records import Layout
 
 needs_kernels = pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")

@@ -278,7 +278,6 @@ import sys
 from dataclasses import replace
 import numpy as np, torch
 from pathlib import Path
-from groupwise.utils.allocator import _resident
 from groupwise.models.loading import make_policy
 from groupwise.models.scratch import scratch_model
 from groupwise.training.online import improve
@@ -310,7 +309,7 @@ load = Load(
 )
 planned = process_memory(shape, load, prompts=8).above
 Path("/proc/self/clear_refs").write_text("5")
-base = _resident()
+base = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 for step in range(2):
     prompts = [Prompt(id=f"{step}/{p}", tokens=np.arange(2, 34) + p, text="", row={}) for p in range(8)]
     engine.set_version(step)

@@ -50,8 +50,8 @@ from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.policy import BALANCE, Policy
 from groupwise.models.small_copy import language_model, small_model
+from groupwise.ops.cpu.library import absence
 from groupwise.ops.in_place_gradients import summed_in_place
-from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
 from groupwise.records import Batch, Sample
 from groupwise.utils import files

@@ -34,7 +34,6 @@ from groupwise.ops.cpu.decoding import (
     multiplies,
 )
 from groupwise.ops.onednn_shapes import filled, tiled
-from groupwise.utils.allocator import own_pages
 
 __all__ = [
     "BLOCK", "Block", "Blocks", "CompiledHeadNorm", "CompiledLayerNorm", "CompiledNorm", "CompiledRotary", "Decoder", "Drawn",
@@ -72,9 +71,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
             return lambda x: onednn(x, packed, bias_O, "none", [], "")
         return lambda x: onednn(F.pad(x, (0, 0, 0, -x.shape[0] % FEW)), packed, bias_O, "none", [], "")[: x.shape[0]]
     if dtype == torch.float32 and torch.backends.mkl.is_available():
-        # MKL asks for 8 to 20 MB more than it writes.
-        with own_pages(4 << 20):
-            packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_OI, 1024)
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_OI, 1024)
         # The unpacked weight is read only for its shape, so a shape is all that is kept.
         shape_OI = weight_OI.new_zeros(1, 1).expand(weight_OI.shape)
         mkl = torch.ops.mkl._mkl_linear

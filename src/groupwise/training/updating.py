@@ -27,12 +27,10 @@ from groupwise.ops.linear_cross_entropy import TokenLoss, chosen_logprobs, fused
 from groupwise.records import Batch, Sample
 from groupwise.training.optimizer import StepStats
 from groupwise.training.scoring import batches_of, support_of
-from groupwise.utils.allocator import Heap
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
 
-HEAP = Heap()
 
 BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
 """(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number per trained position (M,), for the log, or two
@@ -87,7 +85,6 @@ def update(
     Where memory does not suffice, the same step is computed anew with half the budget, down to one sample at a time.
     """
     lengths = [sample.prompt.size + sample.completion.size for sample in samples]
-    HEAP.tidy()
     while True:
         optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
         try:

@@ -1,8 +1,7 @@
-"""Imports: what `module:NAME` or `file.py:NAME` in a recipe names, and large libraries without the garbage collector in between."""
+"""Imports: what `module:NAME` or `file.py:NAME` in a recipe names."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 import inspect
@@ -112,23 +111,3 @@ def _unimportable(what: str, place: str, error: BaseException) -> str:
     reached = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
     line = f" (line {reached[-1].lineno})" if reached else ""
     return f"{what}: {place} cannot be imported: {type(error).__name__}: {error}{line}"
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Import here without garbage collections; what is there afterwards is never looked through again.
-
-    torch and transformers make a million objects, all of which stay: collecting while they are made takes a fifth of the time that
-    importing takes, and each later full collection would look at every one of them.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    before = len(sys.modules)
-    gc.disable()
-    try:
-        yield
-    finally:
-        if len(sys.modules) > before:
-            gc.freeze()
-        gc.enable()

@@ -10,7 +10,6 @@ from typing import Any
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError, DataError
-from groupwise.utils.imports import uncollected
 
 EXAMPLES = (
     "groupwise chat runs/demo/grpo                                        asked as the run asked",
@@ -71,16 +70,15 @@ def _talk(
     environment: Mapping[str, Any] | None,
     ends: ExitStack,
 ) -> int:
-    with uncollected():
-        from rich.console import Console
+    from rich.console import Console
 
-        from groupwise.rewards.compose import spoken
-        from groupwise.rollout.native.engine import NativeEngine
-        from groupwise.rollout.probe import prove_engine
-        from groupwise.runs.loaded_policy import load_policy
-        from groupwise.runs.origin import origin_of
-        from groupwise.runs.progress import safe
-        from groupwise.runs.tool_chat import Answered
+    from groupwise.rewards.compose import spoken
+    from groupwise.rollout.native.engine import NativeEngine
+    from groupwise.rollout.probe import prove_engine
+    from groupwise.runs.loaded_policy import load_policy
+    from groupwise.runs.origin import origin_of
+    from groupwise.runs.progress import safe
+    from groupwise.runs.tool_chat import Answered
 
     console = Console(highlight=False)
     origin, policy = origin_of(path), load_policy(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from groupwise.cli.commands import arguments as typed
-from groupwise.utils.imports import uncollected
 
 EXAMPLES = (
     "groupwise check my.yaml                  before it is trained",
@@ -23,14 +22,12 @@ def run(given: argparse.Namespace) -> int:
     from groupwise.runs.origin import origin_of
 
     if (origin := origin_of(given.recipe)) is not None and not given.recipe.endswith((".yaml", ".yml")):
-        with uncollected():
-            from groupwise.cli.check import check_run
+        from groupwise.cli.check import check_run
 
         return check_run(origin, given.recipe, given.overrides)
     from groupwise.config.recipes import load_stages
 
     load_stages(given.recipe, given.overrides)  # a bad recipe is refused before torch is imported
-    with uncollected():
-        from groupwise.cli.check import check_recipe
+    from groupwise.cli.check import check_recipe
 
     return check_recipe(given.recipe, given.overrides)

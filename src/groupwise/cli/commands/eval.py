@@ -7,7 +7,6 @@ import math
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
-from groupwise.utils.imports import uncollected
 
 EXAMPLES = (
     "groupwise eval runs/demo/grpo                                   as the run evaluated itself",
@@ -47,8 +46,7 @@ def run(given: argparse.Namespace) -> int:
     if given.temperature is not None and not 0 < given.temperature < math.inf:
         raise ConfigError(f"--temperature must be greater than 0, got {given.temperature:g} (greedy is always reported too)")
     task_args, columns = typed.pairs(given.task_arg, "--task-arg"), typed.texts(given.column, "--column")
-    with uncollected():
-        from groupwise.runs.evaluation import evaluate
+    from groupwise.runs.evaluation import evaluate
 
     report = evaluate(
         given.checkpoint,

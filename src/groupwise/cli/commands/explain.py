@@ -6,7 +6,6 @@ import argparse
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
-from groupwise.utils.imports import uncollected
 
 EXAMPLES = (
     "groupwise explain --preset dr_grpo --rewards 1,0,0,0.5     made-up rewards",
@@ -38,8 +37,7 @@ def run(given: argparse.Namespace) -> int:
         if given.preset not in ONLINE and ":" not in given.preset:  # refused before torch is imported
             near = closest(given.preset, ONLINE)
             raise ConfigError(f"there is no online algorithm {given.preset!r}{near}; there are {', '.join(ONLINE)}")
-    with uncollected():
-        from groupwise.cli.explain import render, work, work_of_run
+    from groupwise.cli.explain import render, work, work_of_run
 
     rewards, lengths, preset, mu, beta, lr = given.rewards, given.lengths, given.preset, given.mu, given.beta, given.lr
     if given.run_folder is not None:

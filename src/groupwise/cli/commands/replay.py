@@ -6,7 +6,6 @@ import argparse
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
-from groupwise.utils.imports import uncollected
 
 EXAMPLES = (
     "groupwise replay runs/demo/grpo --step 3                             are the numbers the recorded ones?",
@@ -30,8 +29,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Replay and print; 1 if a number differs."""
-    with uncollected():
-        from groupwise.cli.replay import replay_step
+    from groupwise.cli.replay import replay_step
 
     if given.tokens and not given.json:
         raise ConfigError("--tokens is a part of the JSON: say --json too")

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
-from groupwise.utils.imports import uncollected
 from groupwise.utils.spelling import near_path
 
 EXAMPLES = (
@@ -52,8 +51,7 @@ def run(given: argparse.Namespace) -> int:
         functions = [RewardSettings(function=name.strip(), args=options) for name in given.reward.split(",")]
     if options and len(functions) > 1:
         raise ConfigError(f"--arg belongs to one function, but {len(functions)} are named; score them one by one")
-    with uncollected():
-        from groupwise.cli.score import score_file
+    from groupwise.cli.score import score_file
 
     columns, chosen = typed.texts(given.column, "--column"), None if given.steps is None else steps_of(given.steps)
     report = score_file(functions, given.file, columns=columns, limit=given.limit, steps=chosen)

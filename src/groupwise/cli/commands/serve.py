@@ -8,7 +8,6 @@ import time
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
-from groupwise.utils.imports import uncollected
 from groupwise.utils.secrets import TOKEN
 
 EXAMPLES = (
@@ -53,8 +52,7 @@ def run(given: argparse.Namespace) -> int:
 def _native(given: argparse.Namespace) -> int:
     if given.cache is not None or given.more:
         raise ConfigError("--cache and arguments behind -- are vLLM's: leave them out with --native")
-    with uncollected():
-        from groupwise.rollout.serving import serve_checkpoint
+    from groupwise.rollout.serving import serve_checkpoint
 
     token = os.environ.get(TOKEN) or None
     served_at = serve_checkpoint(given.model, host=given.host, port=given.port, rows=given.rows, dtype=given.dtype, token=token)

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
-from groupwise.utils.imports import uncollected
 
 EXAMPLES = (
     "groupwise train demo                                            a bundled recipe; the same again resumes it",
@@ -54,8 +53,7 @@ def run(given: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run")
     if given.nproc > 1 and not given.dry_run:
         _become_torchrun(given)
-    with uncollected():
-        from groupwise.runs.run import train_recipe
+    from groupwise.runs.run import train_recipe
 
     return train_recipe(
         given.recipe,

@@ -15,10 +15,6 @@ import torch
 from torch import Tensor
 
 from groupwise.ops import decoding
-from groupwise.utils.allocator import own_pages
-
-OWN_PAGES = 1 << 20
-"""Larger slabs go back to the system with the rollout: keys and values and training's activations never take memory together."""
 
 
 class LayerCache:
@@ -34,10 +30,9 @@ class LayerCache:
         self.block = block
         self.like, self.like_value = (x.new_empty(0, *x.shape[-2:]) for x in (like, like if like_value is None else like_value))
         # Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN.
-        with own_pages(OWN_PAGES):
-            self.key_EKTD, self.value_EKTD = (
-                x.new_zeros(entries, x.shape[-2], self.blocks(tokens), block * x.shape[-1]) for x in (self.like, self.like_value)
-            )
+        self.key_EKTD, self.value_EKTD = (
+            x.new_zeros(entries, x.shape[-2], self.blocks(tokens), block * x.shape[-1]) for x in (self.like, self.like_value)
+        )
 
     @property
     def blocked(self) -> bool:
@@ -61,8 +56,7 @@ class LayerCache:
             return
         for name in ("key_EKTD", "value_EKTD"):
             old = getattr(self, name)
-            with own_pages(OWN_PAGES):
-                new = old.new_zeros(max(entries, old_entries), old.shape[1], max(blocks, old_blocks), old.shape[3])
+            new = old.new_zeros(max(entries, old_entries), old.shape[1], max(blocks, old_blocks), old.shape[3])
             new[:old_entries, :, :old_blocks] = old
             setattr(self, name, new)
 
