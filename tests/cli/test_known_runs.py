@@ -99,19 +99,17 @@ def test_options_that_neither_run_nor_user_gives_are_asked_for(
     held = tmp_path / "run"
     shutil.copytree(there / RUN, held)
     config = (held / "config.yaml").read_text()
-    (held / "config.yaml").write_text(config.replace("eval_fraction: 0.3", "eval_fraction: 0.0"))
     (held / "checksums.txt").unlink()
-    assert main(["eval", str(held)]) == 2
-    assert "held nothing out of rows.jsonl" in capsys.readouterr().err
-    (held / "config.yaml").write_text(config.replace("path: rows.jsonl", "path: live:25 rows (00000000)"))
-    assert main(["eval", str(held)]) == 2
-    assert "rows of the program that trained it" in capsys.readouterr().err
-    (held / "config.yaml").write_text(config.replace("my_rewards.py:digits", "live:digits"))
-    assert main(["eval", str(held)]) == 2
-    assert "function of the program that trained it (live:digits): give --reward NAME" in capsys.readouterr().err
-    (held / "config.yaml").write_text(config.replace("objective: grpo", "objective: reward"))
-    assert main(["eval", str(held)]) == 2
-    assert "writes no completions" in capsys.readouterr().err
+    for old, new, says in (
+        ("eval_fraction: 0.3", "eval_fraction: 0.0", "held nothing out of rows.jsonl"),
+        ("path: rows.jsonl", "path: live:25 rows (00000000)", "rows of the program that trained it"),
+        ("my_rewards.py:digits", "live:digits", "function of the program that trained it (live:digits): give --reward NAME"),
+        ("objective: grpo", "objective: reward", "writes no completions"),
+    ):
+        (held / "config.yaml").write_text(config.replace(old, new))
+        assert main(["trust", str(held)]) == 0
+        assert main(["eval", str(held)]) == 2
+        assert says in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- score, chat, check, explain

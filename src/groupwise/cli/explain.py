@@ -26,6 +26,7 @@ from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.runs.folder import list_rollouts, read_step
 from groupwise.runs.origin import origin_of
+from groupwise.runs.trust import demand_trust
 from groupwise.training.samples import weigh
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import near_path
@@ -162,6 +163,7 @@ def work_of_run(
     if origin is None:
         meant = near_path(expanded(path))
         raise ConfigError(f"{path} is no run{meant}: groupwise explain --preset NAME works a made-up step through")
+    demand_trust(origin, ("objective", "group"))
     recipe = origin.recipe
     if preset is None and not is_online(recipe.objective):
         raise ConfigError(f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain --preset NAME")

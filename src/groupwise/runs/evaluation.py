@@ -36,6 +36,7 @@ from groupwise.runs.environments import environment_of, furnished, make_source, 
 from groupwise.runs.loaded_policy import model_folder, settings_of
 from groupwise.runs.origin import Origin, origin_of, overridden
 from groupwise.runs.run import resolved
+from groupwise.runs.trust import demand_trust
 from groupwise.training import evaluate as judging
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils.files import expanded
@@ -115,7 +116,8 @@ def evaluate(
         raise ConfigError(f"say what to evaluate on: data or task ({task!r}), not both")
     rows = None if data is None else objects.data_keys({"path": data})["path"]
     conversed = None if environment is None else objects.environment_keys(environment, None)
-    origin = _origin(path, overrides, conversed)
+    parts = (*(("data",) if data is None and task is None else ()), *(("rewards",) if rewards is None else ()))
+    origin = _origin(path, overrides, conversed, parts)
     recipe = None if origin is None else origin.recipe
     if recipe is not None and recipe.objective in JUDGES:
         raise ConfigError(f"{path} holds a model of the objective {recipe.objective!r}, which writes no completions to evaluate")
@@ -154,14 +156,18 @@ def evaluate(
         return EvalReport(path, _unfinished(path, model) + _about(origin, settings, judge.names, sampling), found)
 
 
-def _origin(path: str, overrides: Sequence[str], environment: Mapping[str, Any] | None) -> Origin | None:
-    """Where a model comes from, its recipe changed as asked and its environment ready to be made; None if no run made it."""
+def _origin(path: str, overrides: Sequence[str], environment: Mapping[str, Any] | None, parts: Sequence[str]) -> Origin | None:
+    """Where a model comes from, its recipe changed as asked and its environment ready to be made; None if no run made it.
+
+    parts: of the recipe, whose code would run.
+    """
     origin = origin_of(path)
     if origin is None:
         if overrides:
             raise ConfigError(f"{path} is no run, so there is no recipe to override: {overrides[0]}")
         return None
     origin = overridden(origin, overrides)
+    demand_trust(origin, ("model", *parts, *(("environment",) if environment is None else ())))
     recipe = origin.recipe if environment is None else replace(origin.recipe, environment=environment_of(environment))
     demand_values(recipe.environment, "environment")
     return replace(origin, recipe=furnished(recipe))

@@ -31,6 +31,7 @@ from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import policy_folder
 from groupwise.runs.origin import Origin, origin_of
+from groupwise.runs.trust import demand_trust
 from groupwise.training.scoring import score
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import REDACTED
@@ -291,6 +292,8 @@ def load_policy(
         raise ConfigError(f"a policy is loaded from a run, a checkpoint, a model folder or a hub name, got {kind_of(path)}")
     found = model_folder(os.fspath(path))
     origin = _origin(path)
+    if origin is not None:
+        demand_trust(origin, ("model",))
     settings = ModelSettings(path=found) if origin is None else settings_of(origin.recipe.model, found)
     settings = dataclasses.replace(settings, device=device, dtype=dtype or settings.dtype)
     return LoadedPolicy.of(loading.load_policy(settings), origin)

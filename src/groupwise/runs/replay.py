@@ -34,10 +34,12 @@ from groupwise.runs import checkpoint
 from groupwise.runs.build import Learner, make_learner
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.runs.folder import CONFIG, ENVIRONMENT, FINAL, LARGEST_CONFIG, attempts_of, environment, read_step
+from groupwise.runs.origin import Origin
 from groupwise.runs.plan import fitted
 from groupwise.runs.prepare import blueprint_of, sampling_of, shape_of
 from groupwise.runs.resume import REFERENCE, check_reference, reader
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.metric_table import find
 from groupwise.training.mismatch import diagnose
@@ -225,6 +227,9 @@ def _configured(folder: Path, changes: Sequence[str]) -> tuple[Recipe, Algorithm
                 f"--set {key}: the completions are those that were recorded, so only what is computed from them can change: "
                 f"objective, rewards.N.weight, optimizer.* and group.* without {', '.join(key.partition('.')[2] for key in FIXED)}"
             )
+    demand_trust(
+        Origin(folder=folder, recipe=parse_recorded(text, str(folder / CONFIG))), ("objective", "model", "group", "rollout")
+    )
     recipe = parse_recorded(text, str(folder / CONFIG), changes)
     if not is_online(recipe.objective):
         raise ConfigError(f"replay is for runs that sample completions, not for {recipe.objective!r}")

@@ -47,6 +47,7 @@ from groupwise.runs.resume import REFERENCE, check_reference, newest_checkpoint,
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.saving import Saver, set_failure_hint
 from groupwise.runs.signals import end_later, endings
+from groupwise.runs.trust import seal
 from groupwise.training import limit_meter
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
@@ -258,6 +259,8 @@ class Run:
         def begin() -> None:
             opened.append(RunLog(self.folder, self.recipe, done=self.done))
             record_inputs(self.folder, self._inputs, self.done)
+            with files.storing(self.folder, "the run"):
+                seal(self.folder)
 
         comm.from_first(begin)
         return opened[0] if self.first else Unwritten()

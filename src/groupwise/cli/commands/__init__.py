@@ -43,6 +43,7 @@ COMMANDS = {
     "config": "what a key of a recipe means: type, range, default, TRL's name",
     "view": "look at runs in the browser, token by token, also while they train",
     "runs": "list the run folders and how they stand",
+    "trust": "let commands run the code that a run folder from elsewhere names",
     "replay": "compute a recorded step again, as it was or with something changed",
     "explain": "one step of an algorithm worked through in numbers",
     "serve": "serve a model: by vLLM, for training to sample from, or with --native by our own engine",

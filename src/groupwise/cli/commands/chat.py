@@ -79,9 +79,13 @@ def _talk(
     from groupwise.runs.origin import origin_of
     from groupwise.runs.progress import safe
     from groupwise.runs.tool_chat import Answered
+    from groupwise.runs.trust import demand_trust
 
     console = Console(highlight=False)
-    origin, policy = origin_of(path), load_policy(path)
+    origin = origin_of(path)
+    if origin is not None and environment is None:
+        demand_trust(origin, ("environment",))
+    policy = load_policy(path)
     prove_engine(policy, NativeEngine)
     talks = policy.chat or environment is not None or (origin is None and bool(policy.tokenizer.chat_template))
     policy = dataclasses.replace(policy, system=policy.system if system is None else system, conversed=False)

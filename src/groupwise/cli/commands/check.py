@@ -23,6 +23,9 @@ def run(given: argparse.Namespace) -> int:
 
     if (origin := origin_of(given.recipe)) is not None and not given.recipe.endswith((".yaml", ".yml")):
         from groupwise.cli.check import check_run
+        from groupwise.runs.trust import demand_trust
+
+        demand_trust(origin, ("objective", "model", "data", "rewards", "environment", "group", "rollout"))
 
         return check_run(origin, given.recipe, given.overrides)
     from groupwise.config.recipes import load_stages

@@ -34,6 +34,7 @@ def run(given: argparse.Namespace) -> int:
     """Score and print."""
     from groupwise.config.settings import RewardSettings
     from groupwise.runs.origin import origin_of
+    from groupwise.runs.trust import demand_trust
 
     options = typed.pairs(given.arg, "--arg")
     if given.reward is None:
@@ -46,6 +47,7 @@ def run(given: argparse.Namespace) -> int:
             )
         if options:
             raise ConfigError(f"--arg belongs to a function that is named: groupwise score REWARD {given.file} --arg ...")
+        demand_trust(origin, ("rewards",))
         functions: Sequence[RewardSettings] = origin.recipe.rewards
     else:
         functions = [RewardSettings(function=name.strip(), args=options) for name in given.reward.split(",")]

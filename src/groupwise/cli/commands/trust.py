@@ -1,0 +1,36 @@
+"""`groupwise trust`: let commands run the code that a run folder from elsewhere names."""
+
+from __future__ import annotations
+
+import argparse
+
+from groupwise.errors import ConfigError
+from groupwise.utils.terminal import escaped
+
+EXAMPLES = (
+    "groupwise trust runs/theirs           print the code that its recipe names, and let eval, chat, replay ... run it",
+    "groupwise trust runs/theirs --show    print it alone",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("folder", metavar="RUN", help="a run folder")
+    command.add_argument("--show", action="store_true", help="trust nothing: print the code that its recipe names")
+    command.epilog = "It holds for the recipe as it is now, for you, on this machine. Your own runs need no trust."
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print, and seal."""
+    from groupwise.runs.origin import origin_of
+    from groupwise.runs.trust import named_code, seal
+
+    origin = origin_of(given.folder)
+    if origin is None:
+        raise ConfigError(f"{given.folder} is no run: only what a recipe names needs trust")
+    for key, text in named_code(origin.recipe):
+        print(escaped(f"{key}: {text}"))
+    if not given.show:
+        seal(origin.folder)
+        print(f"{origin.folder} is trusted")
+    return 0

@@ -1,0 +1,146 @@
+"""Code that a run folder from elsewhere names: nothing of it runs until its user has trusted it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import groupwise as gw
+from groupwise.cli.commands import main
+from groupwise.config.recipes import load_recipe, parse_recorded
+from groupwise.config.settings import PARTS
+from groupwise.errors import ConfigError
+from groupwise.runs.folder import RunLog
+from groupwise.runs.run_files import RunFiles
+from groupwise.runs.trust import named_code, seal, sealed
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def theirs(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """`theirs(**changes)`: the folder of a run that another user made; its recipe names `evil.py`, which leaves a mark."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\ndef f(**_): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GROUPWISE_KERNELS", "off")  # a new user's would be compiled
+
+    def make(**changes: Any) -> Path:
+        changes = {"rewards": [{"function": "accuracy"}]} | changes
+        folder = tmp_path / "runs" / "theirs"
+        recipe = load_recipe(write_recipe(tmp_path, "theirs", **{name: changes[name] for name in changes if name != "late"}))
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "another user"))
+            with RunLog(folder, recipe) as log:
+                log.finish(0)
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            (folder / "config.yaml").write_text(yaml.safe_dump(config | changes.get("late", {})))
+            (folder / "checksums.txt").unlink()
+            seal(folder)
+            assert sealed(RunFiles(folder))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "this user"))
+        assert not sealed(RunFiles(folder))
+        return folder
+
+    return make
+
+
+OWN = {"rewards": [{"function": "evil.py:f"}]}
+TOOLS = {"environment": {"tools": ["evil.py:f"]}}
+PARTS_OF = {"group": {"credit": "evil:f"}}
+REMOTE = {"model": {"path": "x", "trust_remote_code": True}}
+
+
+@pytest.mark.parametrize(
+    ("late", "command", "key"),
+    [
+        (OWN, ["eval"], "rewards.0.function: evil.py:f"),
+        (OWN, ["score"], "rewards.0.function: evil.py:f"),
+        (OWN, ["check"], "rewards.0.function: evil.py:f"),
+        (TOOLS, ["eval"], "environment.tools.0: evil.py:f"),
+        (TOOLS, ["chat"], "environment.tools.0: evil.py:f"),
+        (PARTS_OF, ["replay", "--step", "1"], "group.credit: evil:f"),
+        (PARTS_OF, ["explain"], "group.credit: evil:f"),
+        ({"data": {"task": "evil:f"}}, ["eval"], "data.task: evil:f"),
+        (REMOTE, ["replay", "--step", "1"], "model.trust_remote_code"),
+        ({"environment": {"harness": ["sh", "-c", "touch mark"]}}, ["eval"], "environment.harness: sh -c touch mark"),
+    ],
+)
+def test_code_of_a_run_from_elsewhere_is_refused_until_it_is_trusted(
+    late: dict, command: list[str], key: str, theirs: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = theirs(late=late)
+    arguments = [command[0], str(folder), *command[1:]]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "was not made by you on this machine" in said
+    assert f"groupwise trust {folder}" in said and key in said
+    assert not (tmp_path / "mark").exists()
+    assert main(["trust", str(folder), "--show"]) == 0
+    assert key in capsys.readouterr().out
+    assert not sealed(RunFiles(folder))
+    assert main(["trust", str(folder)]) == 0
+    assert sealed(RunFiles(folder))
+    main(arguments)
+    assert "was not made by you" not in capsys.readouterr().err
+
+
+def test_a_model_with_code_of_its_own_is_not_loaded(theirs: Callable) -> None:
+    folder = theirs(late=REMOTE)
+    (folder / "final").mkdir()
+    (folder / "final" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"was not made by you on this machine(.|\n)*model.trust_remote_code"):
+        gw.load_policy(folder)
+
+
+def test_a_recipe_that_was_changed_after_the_run_is_not_trusted(theirs: Callable) -> None:
+    folder = theirs()
+    seal(folder)
+    assert sealed(RunFiles(folder))
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config + "\n")
+    assert not sealed(RunFiles(folder))
+    (folder / "config.yaml").write_text(config)
+    assert sealed(RunFiles(folder))
+    (folder / ".seal").write_text("")
+    assert not sealed(RunFiles(folder))
+
+
+def test_what_another_user_judged_by_built_ins_needs_no_trust(theirs: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = theirs()
+    for arguments in (["eval", str(folder)], ["replay", str(folder), "--step", "1"], ["check", str(folder)]):
+        main(arguments)
+        assert "was not made by you" not in capsys.readouterr().err
+    assert main(["trust", str(folder), "--show"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_what_the_user_names_takes_the_place_of_the_runs_code(theirs: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = theirs(late=OWN)
+    for own in (["--reward", "accuracy"], ["rewards.0.function=accuracy"]):
+        main(["eval", str(folder), *own])
+        assert "was not made by you" not in capsys.readouterr().err
+
+
+def test_every_place_of_a_recipe_that_takes_code_is_known(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    """What stands in `settings.py` as `module:function` is looked at."""
+    code = "evil:f"
+    changes: dict[str, Any] = {
+        "objective": code,
+        "group": {**dict.fromkeys((*PARTS, "filter"), code), "dead_groups": "refill"},
+        "rewards": [{"function": code}],
+        "data": {"task": code},
+        "rollout": {"engine": {"name": code}},
+        "environment": {"tools": [code], "factory": {"a": code}, "harness": code},
+        "model": {"path": "x", "trust_remote_code": True},
+    }
+    tree = yaml.safe_load(write_recipe(tmp_path, "run").read_text())
+    tree = {key: changes.get(key, value) for key, value in (tree | changes).items()}
+    found = dict(named_code(parse_recorded(yaml.safe_dump(tree), "config.yaml")))
+    assert set(found) == {
+        "objective", "data.task", "rollout.engine.name", "rewards.0.function", "model.trust_remote_code", "environment.tools.0",
+        "environment.factory.a", "environment.harness", *(f"group.{part}" for part in (*PARTS, "filter")),
+    }  # fmt: skip
