@@ -258,7 +258,7 @@ def alike(values: np.ndarray, summands: np.ndarray | float = 0.0) -> bool:
     return bool(known.max() - known.min() <= TIE * size)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Scored:
     """A group with its rewards: one number per completion and function, NaN where the function does not apply.
 
@@ -284,6 +284,12 @@ class Scored:
     """What they logged of each completion, by name: G values of JSON."""
     verdict: str | None = None
     """The reward function whose 1 says that a completion is right; None: no function says so."""
+
+    def __repr__(self) -> str:
+        """One line: the completions are not printed."""
+        known = [column[~np.isnan(column)] for column in self.rewards.T]
+        means = ", ".join(f"{name} {np.mean(values):.4g}" for name, values in zip(self.names, known, strict=True) if values.size)
+        return f"Scored({len(self.rollouts)} completions of prompt {self.prompt.id}; mean rewards: {means or 'none'})"
 
     def __post_init__(self) -> None:
         size = len(self.rollouts)
@@ -462,7 +468,7 @@ class Batch:
         assert len(self.samples) in (0, self.layout.segments)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Step:
     """What a loop yields after every optimizer step (or rollout): the log and the caller read nothing else."""
 
@@ -483,3 +489,9 @@ class Step:
     updates that cut it)."""
     evaluation: Mapping[str, float] | None = None
     """Metrics on the held-out set, at the steps where it was evaluated."""
+
+    def __repr__(self) -> str:
+        """One line: the completions of a step are not printed."""
+        named = {name: self.metrics[name] for name in ("reward", "loss") if name in self.metrics} | (self.evaluation or {})
+        figures = "".join(f", {name} {value:.4g}" for name, value in named.items() if "/half_width" not in name)
+        return f"Step({self.number}{figures}, {len(self.groups)} groups, {len(self.metrics)} metrics)"

@@ -935,3 +935,14 @@ def test_errors_name_what_was_given() -> None:
     for call, said in wrong:
         with pytest.raises(gw.GroupwiseError, match=said):
             call()
+
+
+def test_a_notebook_shows_a_few_lines_and_no_token(call: Callable) -> None:
+    """The last value of a cell is printed: a step, a group, an evaluation, a run's end and a policy are each a line or a few."""
+    training = call()
+    steps = list(training)
+    for value in (steps[-1], *steps[-1].groups[:1], training.run()):
+        assert len(repr(value)) < 1_000
+        assert repr(value).startswith(type(value).__name__)
+        assert "array(" not in repr(value)
+    assert len(repr(gw.load_policy(str(training.run().folder)))) < 200

@@ -210,3 +210,24 @@ def test_duration() -> None:
         "1h00m",
         "25h01m",
     ]
+
+
+def test_a_short_run_compares_different_steps() -> None:
+    """Six steps: the first three beside the last three; a single step stands alone with itself."""
+    for count, columns in ((6, ("steps 1-3", "steps 4-6")), (2, ("steps 1-1", "steps 2-2"))):
+        shown, text = console()
+        progress = Progress(count, console=shown)
+        for number in range(1, count + 1):
+            progress.update(step(number, reward=0.5))
+        progress.summary(sample=False)
+        assert all(column in text.getvalue() for column in columns)
+
+
+def test_the_live_line_stays_one_line() -> None:
+    shown, _ = console(terminal=True)
+    progress = Progress(9, console=shown)
+    with progress:
+        progress.update(step(1, reward=0.5))
+        assert progress._live is not None
+        line = progress._live.renderable
+        assert len(shown.render_lines(line, shown.options.update(width=20))) == 1

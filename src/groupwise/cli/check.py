@@ -42,6 +42,7 @@ from groupwise.runs.build import Job, make_job
 from groupwise.runs.environments import furnished, with_own_reward
 from groupwise.runs.loaded_policy import model_folder, settings_of
 from groupwise.runs.origin import Origin, overridden
+from groupwise.runs.policies import fit_threads
 from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe
 from groupwise.runs.run import resolved
@@ -123,6 +124,8 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
     except GroupwiseError as error:
         yield Finding("recipe", False, str(error))
         return
+    threads = torch.get_num_threads()
+    fit_threads(job.policy, recipe.threads)
     try:
         for label, text in job.plan:
             if label in ("read", "data", "in all", "memory", "warning"):
@@ -157,6 +160,7 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
         yield Finding(kind.__name__, False, str(error))
     finally:
         job.close()
+        torch.set_num_threads(threads)
 
 
 def _tokenizer(policy: Policy) -> Iterator[Finding]:

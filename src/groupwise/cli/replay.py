@@ -81,7 +81,7 @@ def render(replayed: Replay) -> str:
     lines += ["", *(f"not computed: {note}" for note in replayed.notes)] if replayed.notes else []
     lines += ["", replayed.mismatch] if replayed.mismatch is not None else []
     wrong = [figure.name for figure in replayed.figures if not figure.same]
-    whole = "the same" if not replayed.notes else "the same, as far as it was computed"
+    whole = "the recorded step computed again is the same" + (", as far as it was computed" if replayed.notes else "")
     lines += ["", f"NOT the same: {', '.join(wrong)}" if wrong else whole]
     return "\n".join(lines)
 

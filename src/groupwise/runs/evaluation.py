@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from groupwise.config.live_objects import LIVE, Live
 from groupwise.config.recipes import demand_values
@@ -35,6 +37,7 @@ from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
 from groupwise.runs.loaded_policy import model_folder, settings_of
 from groupwise.runs.origin import Origin, origin_of, overridden
+from groupwise.runs.policies import fit_threads
 from groupwise.runs.run import resolved
 from groupwise.runs.trust import demand_trust
 from groupwise.training import evaluate as judging
@@ -95,6 +98,7 @@ def evaluate(
     limit: int | None = None,
     seed: int | None = None,
     overrides: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> EvalReport:
     """Greedy accuracy, sampled accuracy and pass@k of a run, a checkpoint, a model folder or a hub name; rewards alone where no
     reward function says what is right.
@@ -109,6 +113,7 @@ def evaluate(
     environment: as in `train`; an empty mapping: none.
     k: samples per prompt.   max_new_tokens: longest completion.   limit: first prompts only.   seed: of the samples.
     overrides: of the run's recipe, `KEY=VALUE`, e.g. of a secret that its config.yaml does not hold.
+    progress: called with the prompts that are sampled and all that there are, first of the greedy completions, then of the samples.
     Raises ConfigError, DataError, RewardError, EnvironmentFailure, CheckpointError.
     """
     path = os.fspath(path)
@@ -138,6 +143,8 @@ def evaluate(
     drawn: int = _first(seed, recipe and recipe.seed, 0)
     talking = replace(recipe or unmade(conversed or {}), data=settings)
     with ExitStack() as ends:
+        ends.callback(torch.set_num_threads, torch.get_num_threads())
+        fit_threads(policy, recipe and recipe.threads)
         source = make_source(talking.environment)
         if source is not None:
             ends.callback(source.close)
@@ -152,7 +159,9 @@ def evaluate(
         judge = ends.enter_context(build_rewards(functions, columns=list(row), tokenizer=policy.tokenizer, verdict=verdict))
         samples = _first(k, recipe and recipe.eval.k, SAMPLES)
         columns = breakdown_of(settings.task)
-        found = judging.evaluate(engine, judge, prompts, k=samples, sampling=sampling, seed=drawn, columns=columns)
+        found = judging.evaluate(
+            engine, judge, prompts, k=samples, sampling=sampling, seed=drawn, columns=columns, progress=progress
+        )
         return EvalReport(path, _unfinished(path, model) + _about(origin, settings, judge.names, sampling), found)
 
 

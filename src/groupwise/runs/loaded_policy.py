@@ -52,7 +52,7 @@ LENGTH = 256
 """Longest completion in tokens, where no run says one."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class LoadedPolicy(Policy):
     """A `Policy` with `generate` and `score` for texts, rows and chat messages."""
 
@@ -66,6 +66,12 @@ class LoadedPolicy(Policy):
     """What becomes of control tokens in messages: with `plain` they are text, as in the run."""
     conversed: bool = False
     """True of a policy that was trained with tools or in an environment."""
+
+    def __repr__(self) -> str:
+        """One line: neither the weights nor the vocabulary are printed."""
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"LoadedPolicy({type(self.model).__name__}, {size:,} parameters, {self.device})"
+
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Columns of rows, ours: theirs."""
     max_new_tokens: int = LENGTH

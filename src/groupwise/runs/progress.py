@@ -270,6 +270,7 @@ class Progress:
             if self._live is None:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=True)
                 self._live.start()
+            line.no_wrap, line.overflow = True, "ellipsis"
             self._live.update(line, refresh=True)  # here, and not in Live's thread, an output that is gone is noticed
         if step.evaluation or not self.console.is_terminal:
             self.console.print(line, soft_wrap=True)
@@ -314,7 +315,8 @@ class Progress:
             self._sample(self._last)
 
     def _table(self, rows: Plan) -> Table:
-        head, tail = self._history[:RECENT], self._history[-RECENT:]
+        size = min(RECENT, max(len(self._history) // 2, 1))  # two columns never show the same steps
+        head, tail = self._history[:size], self._history[-size:]
         last = self._numbers[-1]
         table = Table(box=None, pad_edge=False, title=safe(self._title) if self._title else None, title_justify="left")
         table.add_column("")

@@ -40,6 +40,7 @@ from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, fini
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
 from groupwise.runs.plan import Lines
+from groupwise.runs.policies import fit_threads
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import Progress, make_console, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
@@ -63,7 +64,7 @@ WRITERS = ("sft", "dpo")
 """Objectives that learn from data, and whose models write completions."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Outcome:
     """What a run came to."""
 
@@ -73,6 +74,11 @@ class Outcome:
     after: Judged | None
     steps: int
     """Steps taken by this process."""
+
+    def __repr__(self) -> str:
+        """A few lines: where the run lies and what it came to."""
+        held = [(f"before: {self.before!r}" if self.before else ""), (f"after: {self.after!r}" if self.after else "")]
+        return "\n".join([f"Outcome({self.steps} steps, in {self.folder})", *(f"  {line}" for line in held if line)])
 
 
 def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
@@ -157,8 +163,7 @@ class Run:
             if newest is not None:
                 comm.from_first(lambda: check_inputs(folder, self._inputs, accept=accept_changes))
             self.job: Job = resumed_job(meant, folder, newest)
-            if recipe.threads is None and _is_small(self.job.policy) and "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(1)
+            fit_threads(self.job.policy, recipe.threads)
             self.saver = Saver(folder, self.job, recipe.save.keep)
             self._meter = _meter(self.job, meant)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
@@ -354,14 +359,6 @@ SHOWN = 32
 def completions(judged: Judged) -> tuple[Scored, ...]:
     """Sampled completions of the first held-out prompts; none where what is held out is not prompts."""
     return judged.groups[:SHOWN] if isinstance(judged, Evaluation) else ()
-
-
-SMALL = 1_000_000
-"""Parameters of a model that gains nothing from a second thread (with three million a step is 1.3 times as fast with two)."""
-
-
-def _is_small(policy: Policy) -> bool:
-    return policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL
 
 
 def _meter(job: Job, recipe: Recipe) -> limit_meter.Meter | None:

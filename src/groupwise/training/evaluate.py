@@ -8,19 +8,19 @@ its own random streams; it leaves training exactly as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from groupwise.distributed import comm
-from groupwise.records import Prompt, Sampling, Scored
+from groupwise.records import Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.compose import Judge
 from groupwise.rollout.engine import Engine
 from groupwise.utils.statistics import Estimate, mean, proportion
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Evaluation:
     """Results of a policy on held-out prompts."""
 
@@ -53,6 +53,11 @@ class Evaluation:
     """The sampled completions."""
     answers: tuple[Scored, ...] = ()
     """The greedy completions, one to a group."""
+
+    def __repr__(self) -> str:
+        """One line: the completions are not printed."""
+        figures = ", ".join(f"{label} {text}" for label, text in self.summary().items())
+        return f"Evaluation({self.prompts:,} prompts: {figures})"
 
     def metrics(self) -> dict[str, float]:
         """Flat names, as the log keeps them under `eval/`.  What could not be computed has none."""
@@ -99,17 +104,19 @@ def evaluate(
     samples: int | None = None,
     seed: int = 0,
     columns: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Greedy and sampled completions of held-out prompts, scored.
 
     sampling: of the sampled completions; the greedy ones use its length limit and stop strings.
     samples: completions per prompt from which pass@k is estimated, at least k; default k.
     columns: data columns whose values get their own greedy accuracy.
+    progress: called with the number of groups that this process has sampled and of all that it samples.
     """
     count = samples or k
     greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    answers = _complete(engine, rewards, prompts, 1, greedy, seed)
-    groups = _complete(engine, rewards, prompts, count, sampling, seed)
+    answers = _complete(engine, rewards, prompts, 1, greedy, seed, progress)
+    groups = _complete(engine, rewards, prompts, count, sampling, seed, progress)
     right = [group.right[~np.isnan(group.right)] for group in groups]
     greedy_right = [float(answer.right[0]) for answer in answers]
     judged = [value for value in greedy_right if not math.isnan(value)]
@@ -135,9 +142,24 @@ def evaluate(
     )
 
 
-def _complete(engine: Engine, rewards: Judge, prompts: Sequence[Prompt], size: int, sampling: Sampling, seed: int) -> list[Scored]:
+def _complete(
+    engine: Engine,
+    rewards: Judge,
+    prompts: Sequence[Prompt],
+    size: int,
+    sampling: Sampling,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[Scored]:
     own = comm.share(prompts)
-    groups = comm.together(lambda: rewards.score(list(engine.generate(own, group_size=size, sampling=sampling, seed=seed))))
+
+    def sampled() -> Iterator[tuple[Rollout, ...]]:
+        for done, group in enumerate(engine.generate(own, group_size=size, sampling=sampling, seed=seed), 1):
+            if progress is not None:
+                progress(done, len(own))
+            yield group
+
+    groups = comm.together(lambda: rewards.score(list(sampled())))
     by_prompt = {group.prompt.id: group for group in groups}
     return [by_prompt[prompt.id] for prompt in prompts]
 

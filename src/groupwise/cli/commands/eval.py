@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from typing import TextIO
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
@@ -39,6 +41,22 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.epilog = "What is not said is as in the run; of a model that no run made: accuracy, 8 samples of at most 256 tokens."
 
 
+class Counter:
+    """One line of a terminal that says how far an evaluation is; nothing where the output is no terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.greedy = stream, False
+
+    def show(self, done: int, count: int) -> None:
+        """`done` of `count` prompts are sampled; the first pass is greedy."""
+        if done == 1:
+            self.greedy = not self.greedy
+        if self.stream.isatty():
+            kind = "greedy" if self.greedy else "sampled"
+            end = "\r\033[K" if done == count and not self.greedy else ""
+            print(f"\r\033[Kevaluating, {kind}: {done:,} of {count:,} prompts{end}", end="", file=self.stream, flush=True)
+
+
 def run(given: argparse.Namespace) -> int:
     """Evaluate and print."""
     if given.data is not None and given.task is not None:
@@ -67,6 +85,7 @@ def run(given: argparse.Namespace) -> int:
         limit=given.limit,
         seed=given.seed,
         overrides=given.overrides,
+        progress=None if given.json else Counter(sys.stderr).show,
     )
     print(report.to_json() if given.json else report.render())
     return 0
