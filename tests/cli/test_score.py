@@ -61,6 +61,24 @@ def test_render_shows_the_numbers_and_no_control_characters(tmp_path):
     assert "None" in text.splitlines()[-1]
 
 
+def test_render_shows_prompts_golds_and_how_many_prompts_have_different_rewards(tmp_path):
+    rows = [{"prompt": "2+2=", "completion": text, "answer": "4"} for text in ("4", "5")]
+    rows += [{"prompt": "3+3=", "completion": "6", "answer": "6"}] * 2 + [{"prompt": "4+4=", "completion": "8", "answer": "8"}]
+    text = score_file(["accuracy", "tags"], write(tmp_path / "rows.jsonl", rows)).render()
+    assert "1 of 2 prompts with several completions have different rewards; the others teach nothing" in text
+    assert "tags: 0 for every completion, None 0.0%: it teaches nothing here" in text
+    assert "reward (weighted sum)" in text
+    heads, first = (line.split() for line in text.splitlines() if line.startswith(("row  ", "1    ")))
+    assert heads == ["row", "accuracy", "tags", "prompt", "gold", "completion"]
+    assert first == ["1", "1", "0", "2+2=", "4", "4"]
+
+
+def test_one_function_is_not_summed_and_lone_completions_cannot_differ(tmp_path):
+    rows = [{"prompt": prompt, "completion": "<think>", "answer": "4"} for prompt in "ab"]
+    text = score_file(["think_format"], write(tmp_path / "rows.jsonl", rows)).render()
+    assert "weighted sum" not in text and "one completion for each prompt" in text and " gold " not in text
+
+
 def test_histogram_of_many_values(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wide_reward.py").write_text("def f(completion): return float(completion)")

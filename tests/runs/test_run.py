@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -189,6 +190,27 @@ def test_recorded_completions_can_be_scored_again(recipe: Callable, tmp_path: Pa
         report = score_file(["accuracy", "think_format"], where)
         expected = np.concatenate([group.rewards for group in steps[-1].groups])
         np.testing.assert_array_equal(report.rewards, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 4], ids=["no recorded row has an answer", "the newest step's row has none"])
+def test_completions_of_rows_without_an_answer_can_be_scored_again(steps: int, recipe: Callable, tmp_path: Path) -> None:
+    from groupwise.cli.score import score_file
+
+    rows = [{"prompt": "1+1=", "answer": "2"}] * 3 + [{"prompt": "1+2="}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (rows if steps > 1 else [rows[0], rows[3]])))
+    data = {"task": None, "path": str(tmp_path / "rows.jsonl"), "limit": None, "eval_limit": None, "chat": False, "shuffle": False}
+    named = recipe(name="some", **(GRPO | {"steps": steps, "group": {"prompts_per_step": 1, "group_size": 2}, "data": data}))
+    list(train(load_recipe(named, ["rewards=[{function: accuracy}]"])))
+    folder = tmp_path / "runs" / "some"
+    if steps == 1:  # what remains of the run holds no row with the column
+        table = pq.read_table(folder / "rollouts/000001.parquet")
+        bare = pa.array([json.dumps({"prompt": "1+2="})] * len(table))
+        place = table.schema.get_field_index("row")
+        pq.write_table(table.set_column(place, "row", bare), folder / "rollouts/000001.parquet")
+        (folder / "checksums.txt").unlink()
+    report = score_file(["accuracy"], folder)
+    assert report.rewards.shape == (2, 1) and np.isnan(report.rewards).all()
 
 
 def test_p08_p14_the_first_update_sees_ratio_one(recipe: Callable) -> None:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from groupwise.config.settings import RewardSettings
+from groupwise.config.settings import VERDICTS, RewardSettings
 from groupwise.data.sources import SourceRows, read_rows
 from groupwise.errors import ConfigError, DataError, RunError
-from groupwise.rewards.compose import as_messages, build_rewards, combine
+from groupwise.rewards.compose import Rewards, as_messages, build_rewards, combine
 from groupwise.rewards.find import Completions
+from groupwise.rewards.registry import GOLD_COLUMNS
+from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs import recorded
-from groupwise.runs.origin import origin_of
+from groupwise.runs.origin import Origin, origin_of
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils.files import expanded
 
@@ -61,6 +64,12 @@ class ScoreReport:
     """N names of the rows, as `file:row`."""
     texts: tuple[str, ...]
     """N completions."""
+    prompts: tuple[str, ...] = ()
+    """N prompts, the last message of each."""
+    golds: tuple[str, ...] = ()
+    """N gold answers, where a function compares with one."""
+    groups: tuple[tuple[int, int], ...] = ()
+    """First row, and row behind the last, of neighbours with one prompt."""
     source: str = ""
     """Where the rows are from, and which steps of a run."""
     calls: tuple[Call, ...]
@@ -72,16 +81,35 @@ class ScoreReport:
         Control characters of completions are shown as escapes: what a model wrote must not steer a terminal.
         """
         lines = [f"{len(self.rows)} completions{self.source and f' of {self.source}'}"]
-        for name, column in [*zip(self.names, self.rewards.T, strict=True), ("reward (weighted sum)", self.reward)]:
+        columns = list(zip(self.names, self.rewards.T, strict=True))
+        if len(columns) > 1:
+            columns.append(("reward (weighted sum)", self.reward))
+        for name, column in columns:
             lines += ["", *_summary(name, column)]
-        if rows:
-            lines += ["", "row  " + "  ".join(f"{visible(name, 12):>12}" for name in self.names) + "  completion"]
+        lines += ["", *self._differing()] if self.groups else []
+        shown = [("prompt", self.prompts, 24), ("gold", self.golds, 16), ("completion", self.texts, 60)]
+        shown = [(title, cells[:rows], width) for title, cells, width in shown if cells and rows]
+        heads = [f"{visible(name, 12):>12}" for name in self.names]
+        heads += [title if width > 24 else f"{title:<{width}}" for title, _, width in shown]
+        lines += ["", "row  " + "  ".join(heads)] if rows else []
         for n in range(min(rows, len(self.rows))):
-            values = "  ".join(f"{'None' if math.isnan(v) else format(v, '.4g'):>12}" for v in self.rewards[n])
-            lines.append(f"{n + 1:<5}{values}  {visible(self.texts[n], 60)}")
+            values = [f"{'None' if math.isnan(v) else format(v, '.4g'):>12}" for v in self.rewards[n]]
+            cells = [
+                visible(cells[n], width) if width > 24 else f"{visible(cells[n], width):<{width}}" for _, cells, width in shown
+            ]
+            lines.append(f"{n + 1:<5}" + "  ".join(values + cells))
         slowest = sorted(self.calls, key=lambda call: -call.seconds)[:SLOWEST]
         slow = [self._said(call) for call in slowest if call.seconds >= SLOW]
         return "\n".join([*lines, "", *slow] if slow else lines)
+
+    def _differing(self) -> Iterator[str]:
+        """Of how many prompts the completions get different rewards: only these teach."""
+        several = [self.reward[begin:end] for begin, end in self.groups if end - begin > 1]
+        if not several:
+            yield "one completion for each prompt: whether rewards differ within a prompt is not to be seen"
+            return
+        differ = sum(len(np.unique(group[~np.isnan(group)])) > 1 for group in several)
+        yield f"{differ} of {len(several)} prompts with several completions have different rewards; the others teach nothing"
 
     def _said(self, call: Call) -> str:
         others = f" and {call.count - 1} more of its prompt" if call.count > 1 else ""
@@ -106,7 +134,7 @@ def score_file(
 
     Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve, RewardError for bad results.
     """
-    read, source = _rows(expanded(path), steps)
+    read, source, others = _rows(expanded(path), steps)
     found = read.renamed(columns or {}).first(limit)
     rows, names = list(found), [found.where(i) for i in range(len(found))]
     for name, row in zip(names, rows, strict=True):
@@ -114,12 +142,15 @@ def score_file(
     present = list(dict.fromkeys(column for row in rows for column in row))
     settings = [RewardSettings(function=one) if isinstance(one, str) else one for one in functions]
     rewards, calls = [], list[Call]()
-    with build_rewards(settings, columns=[column for column in present if column not in TOKEN_COLUMNS]) as scorer:
-        for begin, end in _groups(rows):
+    scorer, present = _built(settings, present, others)
+    with scorer:
+        groups = _groups(rows)
+        for begin, end in groups:
             batch = _completions(rows[begin:end], names[begin:end], present)
             rewards.append(scorer.matrix(scorer.call(batch)))
             calls += [Call(name, begin, end - begin, seconds) for name, seconds in scorer.seconds.items()]
         matrix = np.concatenate(rewards)
+        gold = next(iter(scorer.golds.values()), None)
         return ScoreReport(
             names=scorer.names,
             source=source,
@@ -127,8 +158,24 @@ def score_file(
             reward=combine(matrix, scorer.weights),
             rows=tuple(names),
             texts=tuple(_text(row["completion"]) for row in rows),
+            prompts=tuple(_text(row["prompt"]) for row in rows),
+            golds=() if gold is None else tuple(str(row.get(gold, "")) for row in rows),
+            groups=tuple(groups),
             calls=tuple(calls),
         )
+
+
+def _built(settings: Sequence[RewardSettings], present: list[str], others: Iterable[list[str]]) -> tuple[Rewards, list[str]]:
+    """The functions, and the columns that they may ask for: those of the rows, and as far as a function needs them the others."""
+    others = iter(others)
+    while True:
+        try:
+            return build_rewards(settings, columns=[one for one in present if one not in TOKEN_COLUMNS]), present
+        except ConfigError as error:
+            more = next((found for found in others if not set(found) <= set(present)), None) if NO_COLUMN in str(error) else None
+            if more is None:
+                raise
+            present = list(dict.fromkeys([*present, *more]))
 
 
 def visible(text: str, width: int) -> str:
@@ -148,6 +195,8 @@ def _summary(name: str, column: np.ndarray) -> list[str]:
         return [f"{visible(name, 60)}: {none}"]
     stats = f"mean {values.mean():.4g}, std {values.std():.4g}, min {values.min():.4g}, max {values.max():.4g}, {none}"
     distinct = np.unique(values)
+    if distinct.size == 1 and values.size > 1:
+        return [f"{visible(name, 60)}: {values[0]:.4g} for every completion, {none}: it teaches nothing here"]
     if distinct.size <= 10:
         bins = [(f"{value:.4g}", int((values == value).sum())) for value in distinct]
     else:
@@ -158,8 +207,9 @@ def _summary(name: str, column: np.ndarray) -> list[str]:
     return [f"{visible(name, 60)}: {stats}", *bars]
 
 
-def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str]:
-    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled.  And what was read.
+def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str, Iterable[list[str]]]:
+    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled.  And what was read,
+    and the columns of the run's other rows.
 
     Raises ConfigError for steps of what is no run, or that it did not record.
     """
@@ -174,7 +224,9 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str]:
         if steps is not None:
             raise ConfigError(f"--steps are those of a run, and {path} is none that has recorded any")
         rows = read_rows(str(path))
-        return (_recorded(rows) if len(rows) and set(rows[0]) >= RECORDED else rows), str(path)
+        if not len(rows) or not set(rows[0]) >= RECORDED:
+            return rows, str(path), ()
+        return _recorded(rows), str(path), _golds_of(origin_of(path))
     chosen = [max(have)] if steps is None else [step for step in have if any(step in part for part in steps)]
     all_of = f"recorded are {len(have)} steps from {min(have)} to {max(have)}"
     if not chosen:
@@ -183,7 +235,20 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str]:
     rows = [row for found in tables for row in found]
     name = tables[0].name if len(tables) == 1 else str(run.folder / recorded.ROLLOUTS)
     which = f"step {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
-    return _recorded(SourceRows(name=name, rows=rows)), f"{run.folder}, {which} ({all_of}; --steps chooses)"
+    others = [step for step in reversed(have) if step not in chosen]
+    more = chain((_columns_of(recorded.table(run, step, ["row"])) for step in others), _golds_of(home))
+    return _recorded(SourceRows(name=name, rows=rows)), f"{run.folder}, {which} ({all_of}; --steps chooses)", more
+
+
+def _columns_of(table: Any) -> list[str]:
+    """The data's columns in the rows of a recorded step."""
+    return list(dict.fromkeys(column for row in table.column("row").unique().to_pylist() for column in json.loads(row)))
+
+
+def _golds_of(origin: Origin | None) -> list[list[str]]:
+    """The column that a run's own functions compare with, which the rows that it recorded may all lack."""
+    named = [one for one in (origin.recipe.rewards if origin is not None else ()) if one.function in VERDICTS]
+    return [[str(one.args.get("column", GOLD_COLUMNS[0]))] for one in named]
 
 
 def _recorded(rows: SourceRows) -> SourceRows:
