@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -472,3 +475,54 @@ def test_the_large_run_of_the_benchmark_is_a_run(made: Any, tmp_path: Path) -> N
     pages = pages_of(made.make_large(tmp_path / "large", 201, groups=2, size=3, tokens=5))
     shown = pages.answer("group", {"run": "0", "step": "150", "group": "1"})
     assert len(shown["completions"]) == 3
+
+
+def test_why_correlates_phrases_as_numpy_does() -> None:
+    chance = np.random.default_rng(0)
+    words = ["so", "then", "add", "carry", "one", "done"]
+    texts = [" ".join(chance.choice(words, int(chance.integers(1, 5)))) for _ in range(80)]
+    reward, late = chance.random(80), np.arange(80) >= 40
+    reward[::9] = np.nan
+    known = np.isfinite(reward)
+    found = questions._phrases(texts, reward, late, limit=100)
+    assert len(found) > 4
+    for phrase in found:
+        has = np.array([phrase["phrase"] in questions._grams(text) for text in texts], float)
+        assert phrase["before"] == pytest.approx(has[~late].mean())
+        assert phrase["after"] == pytest.approx(has[late].mean())
+        assert phrase["correlation"] == pytest.approx(questions.correlation(has, reward))
+        assert phrase["with"] == pytest.approx(reward[known & (has == 1)].mean())
+        assert phrase["without"] == pytest.approx(reward[known & (has == 0)].mean())
+
+
+def test_why_looks_at_a_sample_of_the_longest_run(run_folder: Path) -> None:
+    """What the page costs does not grow with the run."""
+    opened = pages_of(run_folder)
+    read: list[int] = []
+    table = opened.sources[0].table
+    opened.sources[0].table = lambda step, *rest: (read.append(step), table(step, *rest))[1]  # type: ignore[method-assign]
+    opened.answer("why", {"run": "0", "before0": "1", "before1": "20", "after0": "21", "after1": "40"})
+    assert len(read) == 24
+
+
+def test_many_runs_are_opened_and_only_the_one_that_is_looked_at_is_read(made: Any, tmp_path: Path) -> None:
+    """200 runs and 1,024 descriptors: no file stays open, no thread waits, no log is read to its end."""
+    first = made.make_run(tmp_path / "run000", 3)
+    for number in range(1, 32):
+        shutil.copytree(first, tmp_path / f"run{number:03d}")
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    pages = Pages(open_sources(sorted(tmp_path.glob("run*"))))
+    pages.start()
+    try:
+        runs = pages.answer("runs", {"run": "7"})["runs"]
+        assert [run["run"] for run in runs if not run.get("brief")] == [0, 7]
+        assert runs[30]["brief"]
+        assert (runs[30]["state"], runs[30]["last"]) == ("finished", 3)
+        assert "reward" in runs[30]["metrics"]
+        assert not pages.sources[30]._metrics.steps
+        assert threading.active_count() <= before[0] + 2
+        assert pages.answer("step", {"run": "30"})["step"] == 3
+        assert not pages.answer("pulse", {})["runs"][30].get("brief"), "once looked at"
+        assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
+    finally:
+        pages.stop()

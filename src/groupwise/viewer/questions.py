@@ -9,6 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,14 @@ BUDGET = 0.15
 """Seconds of a search's one answer; where they do not suffice, it says where to go on."""
 PAGE = 60
 """Completions of an answer."""
-SAMPLE = 600
+SAMPLE = 300
 """Completions that a comparison of two stretches reads of each."""
 SCATTER = 2000
 """Completions of a picture."""
-READ = 1200
+READ = 600
 """Characters of a completion in which phrases are counted."""
+MOST_PHRASES = 2000
+"""Phrases whose relation to the reward is computed, the most frequent first."""
 AROUND = 80
 """Characters on each side of what was found."""
 
@@ -284,30 +287,42 @@ def repetition(text: str) -> float:
 
 def _phrases(texts: Sequence[str], reward: np.ndarray, late: np.ndarray, limit: int = 16) -> list[Json]:
     held = [_grams(text) for text in texts]
-    count = Counter(gram for grams in held for gram in grams)
+    count = Counter(chain.from_iterable(held))
     least = max(3, len(texts) // 50)
-    chosen = {gram for gram, times in count.most_common(4000) if least <= times <= len(texts) - least}
-    where: dict[str, list[int]] = {gram: [] for gram in chosen}
-    for i, grams in enumerate(held):
-        for gram in grams & chosen:
-            where[gram].append(i)
+    chosen = [gram for gram, times in count.most_common(MOST_PHRASES) if least <= times <= len(texts) - least]
+    place = {gram: i for i, gram in enumerate(chosen)}
+    has = np.zeros((len(chosen), len(texts)), np.float32)
+    for column, grams in enumerate(held):
+        has[[place[gram] for gram in grams & place.keys()], column] = 1.0
+    before, after = (has[:, part].mean(1) for part in (~late, late))
     known = np.isfinite(reward)
+    has, earned = has[:, known].astype(np.float64), reward[known]
+    times, among = has.sum(1), max(int(known.sum()), 1)
+    with_it = has @ earned
+    apart = earned - (earned.mean() if among > 1 else 0.0)
+    scale = np.sqrt(times * (1.0 - times / among) * np.square(apart).sum())
+    rows = zip(
+        chosen,
+        before.tolist(),
+        after.tolist(),
+        times.tolist(),
+        with_it.tolist(),
+        (has @ apart).tolist(),
+        scale.tolist(),
+        strict=True,
+    )
     phrases = []
-    for gram, rows in where.items():
-        has = np.zeros(len(texts), bool)
-        has[rows] = True
-        shares = float(has[~late].mean()), float(has[late].mean())
-        related = correlation(has.astype(float), reward)
-        moved = shares[1] - shares[0]
+    for gram, was, now, n, total, covaries, size in rows:
+        related = covaries / size if size > 0.0 and among >= 3 else None
         phrases.append(
             {
                 "phrase": gram,
-                "before": shares[0],
-                "after": shares[1],
+                "before": was,
+                "after": now,
                 "correlation": related,
-                "with": mean(reward[has & known]),
-                "without": mean(reward[~has & known]),
-                "rank": abs(moved) * (abs(related or 0.0) + 0.05),
+                "with": total / n if n else None,
+                "without": (float(earned.sum()) - total) / (among - n) if among > n else None,
+                "rank": abs(now - was) * (abs(related or 0.0) + 0.05),
             }
         )
     phrases.sort(key=lambda phrase: (-phrase["rank"], -len(phrase["phrase"])))
