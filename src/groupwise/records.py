@@ -131,6 +131,18 @@ class Turn:
     """That the environment gave for the turn."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """What one agent of an episode has written, where each is rewarded apart."""
+
+    agent: str
+    """Its name: traces of one agent are compared with each other."""
+    turns: tuple[int, ...]
+    """Their places in the episode, at least one."""
+    reward: float | None
+    """None: unscorable."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
     """From token `begin` on, the tokens of an episode were drawn behind other ids than the prompt and the tokens before."""
@@ -156,6 +168,8 @@ class Episode:
     """By ascending `begin`; none: every token was drawn behind the prompt and the tokens before it."""
     reward: float | None = None
     """Of the environment itself, for the whole episode."""
+    traces: tuple[Trace, ...] = ()
+    """Where several agents take part that are rewarded apart, or not all of them are trained."""
     environment: str = ""
     """Name of the environment, where there are several."""
     state: Mapping[str, Any] | None = None

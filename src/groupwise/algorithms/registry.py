@@ -9,6 +9,7 @@ M trained tokens of one micro-batch, or of any part of it where `token_level` is
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +40,7 @@ from groupwise.algorithms.parts import (
     parameters,
     refused,
 )
+from groupwise.algorithms.traces import by_trace, of_agents
 from groupwise.config.settings import CorrectionSettings, GroupSettings, Part
 from groupwise.errors import ConfigError
 from groupwise.ops.distillation import Divergence, jsd
@@ -159,7 +161,7 @@ class Algorithm:
         if not self.needs_reward:
             return True
         if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
-            return not group.dead
+            return not all(one.dead for one, _ in of_agents(group))
         trained = self._trained([group])[0].rollouts
         return any(a[one.trained].any() for a, one in zip(self.advantages([group])[0], trained, strict=True))
 
@@ -169,11 +171,15 @@ class Algorithm:
         With `truncated: mask` a completion that a limit ended has no trained token: statistics over tokens leave it out.
         Raises ConfigError for what a credit of your own gives.
         """
-        return checked_advantages(self.credit, called("credit", self.credit, self._trained(groups)), groups)
+
+        def judge(trained: list[Scored]) -> credit.Advantages:
+            return checked_advantages(self.credit, called("credit", self.credit, trained), trained)
+
+        return by_trace(judge, self._trained(groups), 0.0)
 
     def returns(self, groups: Sequence[Scored]) -> credit.Advantages:
         """What a value function should have said of every token (`advantages.returns`)."""
-        return credit.returns(self._trained(groups), self.credit)
+        return by_trace(lambda trained: credit.returns(trained, self.credit), self._trained(groups), math.nan)
 
     def _trained(self, groups: Sequence[Scored]) -> list[Scored]:
         return [masked(group) if self.truncated == "mask" else group for group in groups]

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Trace, Turn
 
 UNPACKED, RATIO = 1 << 28, 200
 """A Parquet file may unpack to so many bytes, or so many times its own: a step has log-probs, which do not shrink."""
@@ -355,6 +355,7 @@ def _episode_text(episode: Episode) -> str:
     told = {"turns": [asdict(turn) for turn in episode.turns], "messages": episode.messages}
     told |= {"branches": [{"begin": branch.begin, "context": branch.context} for branch in episode.branches]}
     told |= {"reward": episode.reward, "environment": episode.environment}
+    told |= {"traces": [asdict(trace) for trace in episode.traces]} if episode.traces else {}
     return _encodable(json.dumps(jsonable(told), default=str))
 
 
@@ -378,7 +379,13 @@ def _episode(text: str | None) -> Episode | None:
     branches = tuple(Branch(begin=one["begin"], context=np.array(one["context"], np.int64)) for one in found["branches"])
     reward = None if found["reward"] is None else float(found["reward"])
     messages = tuple(found["messages"])
-    return Episode(turns=turns, messages=messages, branches=branches, reward=reward, environment=found["environment"])
+    traces = tuple(
+        Trace(agent=one["agent"], turns=tuple(one["turns"]), reward=None if one["reward"] is None else float(one["reward"]))
+        for one in found.get("traces", ())
+    )
+    return Episode(
+        turns=turns, messages=messages, branches=branches, reward=reward, environment=found["environment"], traces=traces
+    )
 
 
 def jsonable(value: Any) -> Any:

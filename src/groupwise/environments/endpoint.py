@@ -235,12 +235,14 @@ class _Handler(Handler):
 
     def _generate(self, episode: str | None) -> Any:
         line = self._line(episode)
-        request = read_token_request(self._body, vocabulary=self.server.vocabulary, eos_ids=line.speech.eos_ids)
+        request = read_token_request(
+            self._body, vocabulary=self.server.vocabulary, eos_ids=line.speech.eos_ids, session=self._session
+        )
         return token_answer(f"generate-{secrets.token_hex(8)}", self._wait(line.draw(request.context, request.asked)))
 
     def _chat(self, episode: str | None) -> Any:
         line = self._line(episode)
-        request = read_chat_request(self._body)
+        request = read_chat_request(self._body, session=self._session)
         asking = line.ask(request)
         drawn = self._wait(line.draw(asking.context, request.asked, asking))
         told = [line.tell(request, asking, one) for one in drawn]
@@ -260,6 +262,10 @@ class _Handler(Handler):
             raise Refused("reward must be a number or null, failure a string", param="reward")
         self.server.desk.report(episode, None if reward is None else float(reward), failure)
         return {}
+
+    @property
+    def _session(self) -> str:
+        return str(self.headers.get("X-Session-ID", ""))
 
     def _line(self, episode: str | None) -> Line:
         model = None if self._body is None else self._body.get("model")

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from groupwise.environments.endpoint import Desk
@@ -24,8 +25,18 @@ from groupwise.utils.process_main import told
 from groupwise.utils.processes import Died, Process, Raised
 from groupwise.utils.secrets import environment_of_others
 
-Finished = Callable[[float | None, str], None]
-"""Told once, when a harness has ended: the reward (None: none can be given), and what went wrong, or nothing."""
+
+class Finished(Protocol):
+    """Called once, when a harness has ended."""
+
+    def __call__(
+        self, reward: float | None, failure: str, traces: Mapping[str, tuple[str, float | None]] = MappingProxyType({}), /
+    ) -> None:
+        """reward: None if none can be given.   failure: what went wrong, or nothing.   traces: where the agents of an episode are
+        rewarded apart, the agent and the reward of each session (the header X-Session-ID of its requests)."""
+        ...
+
+
 FOREVER = 1e6
 """Seconds; the episode's own limit comes before."""
 CLEANUP = 5.0

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +28,7 @@ from groupwise.environments.harness import Errand, Harness
 from groupwise.environments.requests import Asked, ChatRequest, Refused, SampledTokens
 from groupwise.environments.tool_calls import Call
 from groupwise.errors import EnvironmentFailure
-from groupwise.records import Branch, Episode, Finish, Prompt, Sampling, ToolCall, Turn
+from groupwise.records import Branch, Episode, Finish, Prompt, Sampling, ToolCall, Trace, Turn
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import logger
 
@@ -188,6 +189,8 @@ class _Turn:
     call_ids: list[str] = field(default_factory=list)
     answer: str = ""
     seconds: float = 0.0
+    session: str = ""
+    """Of the agent that asked for it."""
 
     def record(self) -> Turn:
         finish = Finish.TOOL_CALLS if self.calls and self.finish is not Finish.LENGTH else self.finish
@@ -220,6 +223,8 @@ class Captured:
         self._messages: tuple[Mapping[str, Any], ...] = ()
         self._over: Finish | None = None
         self._reward: float | None = None
+        self._rewards: dict[str, tuple[str, float | None]] = {}
+        """The agent and the reward of each session, where agents are rewarded apart."""
         self._failure = ""
         self._full: Finish | None = None
         """Why a turn was refused: LENGTH, TURNS."""
@@ -244,6 +249,7 @@ class Captured:
             self._turns.append(_Turn(self._length, end, finish, time.monotonic()))
             self._length, self._stream = end, np.concatenate([self._stream, np.asarray(tokens, dtype=np.int64)])
             request, self._drawing = self._drawing, None
+            self._turns[-1].session = "" if request is None else request.asked.session
             if not self._waiting:
                 self._since = time.monotonic()
             drawn = SampledTokens(list(tokens), list(logp), finish, version, len(self._turns) - 1)
@@ -275,7 +281,16 @@ class Captured:
                 branches=tuple(branch for branch in self._branches if branch.begin < self._length),
                 reward=self._reward,
                 environment=self.world.name,
+                traces=self._traces(),
             )
+
+    def _traces(self) -> tuple[Trace, ...]:
+        """The traces whose turns were asked for here."""
+        turns: dict[str, list[int]] = {}
+        for place, turn in enumerate(self._turns):
+            turns.setdefault(turn.session, []).append(place)
+        named = ((turns.get(session), agent, reward) for session, (agent, reward) in self._rewards.items())
+        return tuple(Trace(agent=agent, turns=tuple(places), reward=reward) for places, agent, reward in named if places)
 
     # ---- for the harness -----------------------------------------------------------------------------------------------------
 
@@ -302,11 +317,15 @@ class Captured:
         if late:
             stop()
 
-    def _finished(self, reward: float | None, failure: str) -> None:
+    def _finished(
+        self, reward: float | None, failure: str, traces: Mapping[str, tuple[str, float | None]] = MappingProxyType({}), /
+    ) -> None:
         """The harness has ended."""
-        if reward is not None and not math.isfinite(reward):
-            reward, failure = None, f"its reward is {reward}, which is no number"
+        for one in (reward, *(value for _, value in traces.values())):
+            if one is not None and not math.isfinite(one):
+                reward, failure, traces = None, f"its reward is {one}, which is no number", {}
         with self._lock:
+            self._rewards = dict(traces) if self._over is None else self._rewards
             full = self._full
             if full is None and self._turns and self._turns[-1].finish is Finish.LENGTH and self._room() < 1:
                 full = Finish.LENGTH

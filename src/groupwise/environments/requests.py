@@ -88,6 +88,8 @@ class Asked:
     seed: int | None = None
     count: int = 1
     """Completions."""
+    session: str = ""
+    """Which of an episode's agents asks, where several share it."""
 
     def sampling(self, most: int) -> Sampling:
         """The same as a `Sampling`; parameters left out have no effect.  most: tokens of a completion without a limit."""
@@ -169,7 +171,7 @@ class SampledTokens:
 # ---- token ids ---------------------------------------------------------------------------------------------------------------
 
 
-def read_token_request(body: Mapping[str, Any], *, vocabulary: int, eos_ids: Sequence[int]) -> TokenRequest:
+def read_token_request(body: Mapping[str, Any], *, vocabulary: int, eos_ids: Sequence[int], session: str = "") -> TokenRequest:
     """The body of `POST /inference/v1/generate`.  Raises Refused for what cannot be done exactly as it is asked for."""
     _no_others(body, TOKENS)
     if body.get("features") or body.get("stream"):
@@ -190,7 +192,7 @@ def read_token_request(body: Mapping[str, Any], *, vocabulary: int, eos_ids: Seq
     if drawn.get("allowed_token_ids") not in (None, list(range(vocabulary))):
         raise Refused("all tokens of the vocabulary are drawn from: leave allowed_token_ids out", param="allowed_token_ids")
     _integer(drawn, "logprobs", 0, 1)  # of the drawn token; no others are known
-    return TokenRequest(np.asarray(ids, dtype=np.int64), _asked(drawn, drawn.get("max_tokens"), "max_tokens"))
+    return TokenRequest(np.asarray(ids, dtype=np.int64), _asked(drawn, drawn.get("max_tokens"), "max_tokens", session))
 
 
 def token_answer(name: str, completions: Sequence[SampledTokens]) -> dict[str, Any]:
@@ -219,7 +221,7 @@ def token_answer(name: str, completions: Sequence[SampledTokens]) -> dict[str, A
 # ---- messages ----------------------------------------------------------------------------------------------------------------
 
 
-def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
+def read_chat_request(body: Mapping[str, Any], *, session: str = "") -> ChatRequest:
     """The body of `POST /v1/chat/completions`.  Raises Refused for what cannot be done as it is asked for."""
     _no_others(body, CHAT | HARMLESS, NEUTRAL)
     messages = body.get("messages")
@@ -236,7 +238,7 @@ def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     return ChatRequest(
         messages=tuple(_for_template(message, names) for message in read),
         keys=keys,
-        asked=_asked(body, body.get(limit), limit),
+        asked=_asked(body, body.get(limit), limit, session),
         model=str(body.get("model") or ""),
         tools=_tools(body.get("tools")),
         variables=variables,
@@ -355,7 +357,7 @@ def _no_others(
             raise Refused(f"{name} is {json.dumps(value)[:80]}, which cannot be served here: leave it out", param=name)
 
 
-def _asked(body: Mapping[str, Any], limit: Any, named: str) -> Asked:
+def _asked(body: Mapping[str, Any], limit: Any, named: str, session: str) -> Asked:
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
@@ -370,6 +372,7 @@ def _asked(body: Mapping[str, Any], limit: Any, named: str) -> Asked:
         stop=tuple(stops),
         seed=_integer(body, "seed", -(1 << 63), (1 << 64) - 1),
         count=_integer(body, "n", 1, 1024) or 1,
+        session=session,
     )
 
 

@@ -88,14 +88,14 @@ class VerifiersHarness:
             # verifiers keeps one client for each address, so all episodes share one and are told apart by their model's name.
             context = vf.ModelContext(model=errand.id, client=client)
             (slot,) = self.environment.slots(task)
-            reward, failure = worth(await self.environment.run_slot(slot, context))
+            reward, failure, traces = worth(await self.environment.run_slot(slot, context))
         except asyncio.CancelledError:
             finished(None, "it was broken off")
             raise
         except BaseException as error:  # whatever it is, it is this episode's
             finished(None, f"{type(error).__name__}: {error}")
         else:
-            finished(reward, failure)
+            finished(reward, failure, traces)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         """The event loop, with verifiers' servers up."""
@@ -132,13 +132,15 @@ class VerifiersHarness:
             self._served.exception(timeout=START)
 
 
-def worth(episode: Any) -> tuple[float | None, str]:
-    """The reward of an episode of verifiers, the mean of its trainable traces', and what went wrong, or nothing."""
+def worth(episode: Any) -> tuple[float | None, str, dict[str, tuple[str, float]]]:
+    """The reward of an episode of verifiers, the mean of its trainable traces', what went wrong, or nothing, and of several traces
+    the agent and the reward of each that is trained (verifiers names a trace in the header X-Session-ID)."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        return None, f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers gives no reason"
+        return None, f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers gives no reason", {}
     traces = [trace for trace in episode.traces if trace.agent.trainable]
-    return (sum(trace.reward for trace in traces) / len(traces) if traces else None), ""
+    apart = {trace.id: (trace.agent.name, float(trace.reward)) for trace in traces} if len(episode.traces) > 1 else {}
+    return (sum(trace.reward for trace in traces) / len(traces) if traces else None), "", apart
 
 
 def _roles(name: str, environment: str) -> list[str]:

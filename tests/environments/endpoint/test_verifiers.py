@@ -6,6 +6,7 @@ import asyncio
 import copy
 import importlib.util
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import groupwise as gw
 from groupwise.environments.verifiers import VerifiersHarness
 from groupwise.errors import ConfigError
-from groupwise.records import Finish
+from groupwise.records import Finish, Trace
 
 from .conftest import WAIT, play
 
@@ -60,8 +61,6 @@ def sums(monkeypatch, tmp_path):
 
 
 def test_an_episode_is_verifiers_and_its_turn_is_ours(worlds, says, sums, a_prompt):
-    from dataclasses import replace
-
     harness = VerifiersHarness(sums)
     rows = harness.rows()
     assert rows[3] == {"prompt": "3+3", "task": 3}
@@ -71,6 +70,73 @@ def test_an_episode_is_verifiers_and_its_turn_is_ours(worlds, says, sums, a_prom
         assert (found.finish, found.episode.reward) == (Finish.DONE, reward)
         assert [message["role"] for message in found.episode.messages] == ["system", "user", "assistant"]
     assert play(world, replace(a_prompt, row={"task": 99}), says("4")).finish is Finish.ERROR
+
+
+POKER = """
+import verifiers.v1 as vf
+
+
+class HandData(vf.TaskData):
+    pass
+
+
+class HandTask(vf.Task[HandData]):
+    pass
+
+
+class HandTaskset(vf.Taskset[HandTask]):
+    def load(self):
+        for i in range(4):
+            yield HandTask(HandData(prompt=f"hand {i}"), self.config.task)
+
+
+class HandEnvConfig(vf.EnvConfig):
+    first: vf.AgentConfig = vf.AgentConfig()
+    second: vf.AgentConfig = vf.AgentConfig()
+
+
+class HandEnv(vf.Env[HandEnvConfig]):
+    async def run(self, task, agents):
+        await agents.first.run(task)
+        await agents.second.run(task)
+
+    async def finalize(self, task, episode):
+        lengths = [len(trace.last_reply or "") for trace in episode.traces]
+        for place, trace in enumerate(episode.traces):
+            trace.record_reward("won", 1.0 if lengths[place] > lengths[1 - place] else -1.0)
+
+
+__all__ = ["HandTaskset", "HandEnv"]
+"""
+"""Two trainable seats, and a game of sum zero: whoever writes more wins."""
+
+
+@pytest.fixture
+def poker(monkeypatch, tmp_path):
+    (tmp_path / "own_poker.py").write_text(POKER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "own-poker"
+    sys.modules.pop("own_poker", None)
+
+
+def test_each_seat_has_its_own_reward(worlds, says, poker, a_prompt):
+    harness = VerifiersHarness(poker, {"id": poker})
+    row = harness.rows()[0]
+    found = play(worlds(harness), replace(a_prompt, row=row), says("abc", "a"))
+    assert found.episode.reward == 0.0
+    assert found.episode.traces == (
+        Trace(agent="first", turns=(0,), reward=1.0),
+        Trace(agent="second", turns=(1,), reward=-1.0),
+    )
+
+
+def test_best_of_n_has_a_trace_for_each_attempt(worlds, says, sums, a_prompt):
+    harness = VerifiersHarness(sums, {"id": "best-of-n", "n": 3})
+    row = harness.rows()[0]
+    found = play(worlds(harness), replace(a_prompt, row=row), says("a", "ab", "abc"))
+    assert sorted((trace.agent, trace.turns, trace.reward) for trace in found.episode.traces) == [
+        ("agent", (0,), 0.0), ("agent", (1,), 2.0), ("agent", (2,), 0.0),
+    ]  # fmt: skip
 
 
 def test_names_and_arguments_are_checked(sums):
