@@ -73,7 +73,7 @@ def exact(
         right, cut = find_gold(alike(as_text(row))), reason == CUT
         text = alike(text)
         answer = find_answer(text, cut=cut) or ""
-        candidates = {answer, answer.strip("$ "), "" if cut else after_thinking(text).strip()} - {""}
+        candidates = {answer, answer.strip("$ "), answer.rstrip(" !?"), "" if cut else after_thinking(text).strip()} - {""}
         rights = {right, tidy(right)} | ({str(row)} if isinstance(row, float) else set()) if right else set()
         if ignore_case:
             rights, candidates = {one.casefold() for one in rights}, {one.casefold() for one in candidates}

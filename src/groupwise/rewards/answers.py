@@ -55,7 +55,10 @@ _WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}")
 _FENCE = re.compile(r"```\w*\n([^`]*)```")
 _FIGURE = re.compile(r"\d")
 _WORDS_OF_LATEX = re.compile(r"\\(?:text\w*|begin|end|mathrm|operatorname)\{[^{}]*\}")
-_MATHEMATICAL = frozenset({"sqrt", "pi", "sin", "cos", "tan", "log", "ln", "exp", "about", "approximately"})
+_NO_PROSE = {"and", "or", "about", "approximately"}
+_NO_PROSE |= {"sqrt", "pi", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "arcsin", "arccos", "arctan"}
+_COMPOUND = {"per", "square", "cubic", "sq", "cu"}
+"""Words of a unit that has several."""
 _NEGATION = re.compile(r"\b(?:not|no|never|neither)\b|n['’]t\b", re.IGNORECASE)
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
@@ -137,18 +140,21 @@ def find_answer(text: str, *, cut: bool = False) -> str | None:
     last = text.rsplit("\n", 1)[-1].strip()
     if len(last) > 2 and last.rstrip(".!")[-1:] == last[0] and last[0] in "*_`":
         return tidy(last) or None
-    if cut or len(text) > LONGEST_BARE or "\n" in text or _is_prose(text):
+    if cut or len(text) > LONGEST_BARE or "\n" in text:
         return None
-    return tidy(_without_aside(text)) or None
+    text = _without_aside(text)
+    return None if _is_prose(text) else tidy(text) or None
 
 
 def _is_prose(text: str) -> bool:
-    """Whether an unmarked text only mentions numbers: many words, or words before the first figure."""
+    """Whether an unmarked text only mentions numbers: words before the first figure, or more of them behind it than a unit has."""
     text = _WORDS_OF_LATEX.sub("", text)
-    words = list(_WORD.finditer(text))
+    words = [word for word in _WORD.finditer(text) if word.group().lower() not in _NO_PROSE]
     figure = _FIGURE.search(text)
-    first = next((word.start() for word in words if word.group() not in _MATHEMATICAL), len(text))
-    return len(words) > PROSE or (figure is not None and first < figure.start())
+    if figure is None or not words:
+        return len(words) > PROSE
+    unit = 3 if _COMPOUND & {word.group().lower() for word in words} else 1
+    return words[0].start() < figure.start() or len(words) > unit
 
 
 def find_gold(text: str) -> str | None:

@@ -131,8 +131,8 @@ def form_of(gold: str) -> Form:
 def _within_words(gold: str, text: str) -> Form:
     """Of a gold that is a sentence: the formula in it, or what it says the answer is."""
     answer = said(gold)
-    inner = None if answer is None else clause(answer)
-    if inner is None or inner == gold or _in_words(clean(inner)):
+    inner = clause(gold.rsplit("\n", 1)[-1] if answer is None else answer)
+    if inner == gold or _in_words(clean(inner)) or not any(char.isdigit() for char in inner):
         spans = [found[1] or found[2] for found in _SPAN.finditer(gold)]
         inner = spans[-1] if spans else None
     if inner is None or inner.strip() == gold.strip():
