@@ -2,7 +2,7 @@
 
     python benchmarks/recording.py --shape M
 
-Recording is the columns of numbers per token, the limit meter, the Parquet file, and putting 100 old files together, a hundredth of
+Recording is the columns of numbers per token, the meter of work, the Parquet file, and putting 100 old files together, a hundredth of
 which counts for each step.  Processor seconds, medians over the steps; the completions have the lengths of the shape's schedule.
 """
 
@@ -32,7 +32,8 @@ def main() -> None:
     from groupwise.models.shape import Shape
     from groupwise.runs import recorded
     from groupwise.runs.run_files import RunFiles
-    from groupwise.training import limit_meter, online
+    from groupwise.training import online
+    from groupwise.training.work import Meter as WorkMeter
 
     meter = Meter(work.device)
 
@@ -45,8 +46,7 @@ def main() -> None:
 
     online.token_columns = metered(online.token_columns)  # type: ignore[assignment]
     online.first_pass = metered(online.first_pass)  # type: ignore[assignment]
-    ceiling = limit_meter.Ceiling(flops=1e11, bytes=1e10)  # what it is does not change what it costs to compare with
-    limit = limit_meter.Meter(shape=Shape.of_policy(side.policy), ceiling=ceiling)
+    work_meter = WorkMeter(policy=Shape.of_policy(side.policy))
     clock = "cpu" if work.device == "cpu" else "wall"
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -57,7 +57,7 @@ def main() -> None:
             with meter.phase("step"):
                 step = next(side.loop)
             with meter.phase("limits"):
-                step = limit.read(step)
+                step = work_meter.read(step)
             with meter.phase("write"):
                 recorded.write(RunFiles(folder), recorded.ROLLOUTS, step, "benchmark")
             found.append(meter.read()[clock])

@@ -46,12 +46,12 @@ from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
 from groupwise.runs.progress import COLUMNS, FLAGS, LOSS, Progress
-from groupwise.training.limit_meter import Ceiling, Meter
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
 from groupwise.training.online import improve, train_online, with_reference
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import weigh
+from groupwise.training.work import Meter
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -292,6 +292,7 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
         replace(
             group,
             logged={"noted": 1.0},
+            verdict="r",
             signals={**group.signals, **{name: tuple(map(column, group.rollouts)) for name, column in made_up.items()}},
         )
         for group in groups
@@ -302,7 +303,7 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
         rollout.version[:] = 1
     found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0}, version=1)
     shape = Shape.of_policy(policy)
-    metered = Meter(shape=shape, ceiling=Ceiling(1e9, 1e9)).read(Step(number=1, metrics=found, groups=groups))
+    metered = Meter(policy=shape).read(Step(number=1, metrics=found, groups=groups, timings={"rollout": 1.0}))
     found = {**metered.metrics, **{f"time/{name}": seconds for name, seconds in metered.timings.items()}}
     rows = [replace(group.prompt, id=group.prompt.id.partition("/")[2]) for group in groups]
     visits = Visits(rows, Curriculum(len(rows), seed=0, retire=1))

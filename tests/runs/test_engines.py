@@ -29,6 +29,6 @@ def test_a_run_that_stops_for_a_mismatch_says_where_it_comes_from(tiny_policy: C
     step = Step(number=4, metrics={"mismatch/mean": 0.4}, groups=groups, current_logp=current)
     why = "temperature explains 100% of it: they are those of temperature 1"
     with pytest.raises(EngineError, match=f"step 4: .* By the weights after the step the sampler's log-probs .*{why}"):
-        list(agreeing(iter([step]), engine, lambda step: why_apart(step, policy, None, 100)))
+        list(agreeing(iter([step]), engine, lambda step: why_apart(step, policy, None)))
     fine = replace(step, metrics={"mismatch/mean": 0.04})
     assert list(agreeing(iter([fine]), engine, lambda step: pytest.fail("nobody asked"))) == [fine]

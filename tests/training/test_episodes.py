@@ -406,7 +406,7 @@ def test_a_difference_is_found_in_episodes_too(tiny_policy: Callable, scripted_w
     sampling = Sampling(max_new_tokens=40, temperature=0.5)
     rollouts = [r for group in engine.generate(prompts, group_size=3, sampling=sampling, seed=1) for r in group]
     wrong = score_rollouts(policy, [replace(r, sampling=replace(sampling, temperature=1.0)) for r in rollouts], budget=200)
-    found = diagnose(policy, rollouts, wrong, budget=200)
+    found = diagnose(policy, rollouts, wrong)
     assert found is not None
     assert found.cause is not None
     assert (found.side, found.cause.name) == ("scorer", "temperature")

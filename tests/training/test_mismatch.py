@@ -1,4 +1,4 @@
-"""The mismatch meter names each of eight faults that are planted, and none where none of them is.
+"""The mismatch meter names each of four faults that are planted, and none where none of them is.
 
 The faulty log-probs are made here, by transformers' own forward pass, not by what the meter uses.
 """
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.models.policy import ForwardOutput, Policy
-from groupwise.records import Batch, Layout, Prompt, Rollout, Sampling
+from groupwise.models.policy import Policy
+from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.mismatch import diagnose
 from groupwise.training.samples import sample_of
@@ -26,7 +26,7 @@ Logp = list[np.ndarray]
 
 @pytest.fixture(scope="module")
 def policy(tiny_policy: Callable[..., Policy]) -> Policy:
-    """Sharp enough that a wrong cause changes log-probs by tenths; absolute positions, so that a shift of all of them shows."""
+    """Sharp enough that a wrong cause changes log-probs by tenths."""
     return tiny_policy("gpt2", scale=4.0)
 
 
@@ -39,15 +39,11 @@ def drawn(policy: Policy, **sampling: Any) -> list[Rollout]:
 
 
 @torch.no_grad()
-def logits_of(policy: Policy, rollout: Rollout, prompt: Sequence[int] | None = None, places: Any = None) -> torch.Tensor:
-    before = list(rollout.prompt.tokens if prompt is None else prompt)
-    ids = torch.tensor([[*before, *rollout.tokens]])
-    positions = torch.arange(ids.shape[1])[None] if places is None else torch.tensor(places)[None]
+def logits_of(policy: Policy, rollout: Rollout) -> torch.Tensor:
+    ids = torch.tensor([[*rollout.prompt.tokens, *rollout.tokens]])
     model = copy.deepcopy(policy.model)
     model.set_attn_implementation("eager")
-    return (
-        model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, len(before) - 1 : -1, : policy.vocabulary].float()
-    )
+    return model(input_ids=ids, use_cache=False).logits[0, rollout.prompt.tokens.size - 1 : -1, : policy.vocabulary].float()
 
 
 def logp_of(logits: torch.Tensor, rollout: Rollout, temperature: float | None = None, top_k: int = 0) -> np.ndarray:
@@ -65,7 +61,7 @@ def told(rollouts: Sequence[Rollout], logp: Sequence[np.ndarray]) -> list[Rollou
 
 def found(policy: Policy, rollouts: Sequence[Rollout], scored: Logp | None = None, **more: Any) -> Any:
     scored = score(policy, [sample_of(r) for r in rollouts], budget=500).logp if scored is None else scored
-    return diagnose(policy, rollouts, scored, budget=500, **more)
+    return diagnose(policy, rollouts, scored, **more)
 
 
 def named(diagnosis: Any, cause: str, side: str = "sampler") -> None:
@@ -99,19 +95,6 @@ def test_truncated_support_that_was_ignored(policy: Policy) -> None:
     named(found(policy, told(rollouts, whole)), "truncated support")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_positions(family: str, tiny_policy: Callable[..., Policy]) -> None:
-    policy = tiny_policy(family, scale=4.0)
-    rollouts = drawn(policy)
-    wrong = []
-    for r in rollouts:
-        m = r.prompt.tokens.size
-        wrong.append(logp_of(logits_of(policy, r, places=[*range(m), *range(m + 1, m + 1 + len(r))]), r))
-    diagnosis = found(policy, told(rollouts, wrong))
-    named(diagnosis, "positions")
-    assert "the completion's positions are one too high" in str(diagnosis)
-
-
 def test_dtype(policy: Policy) -> None:
     low = replace(policy, model=copy.deepcopy(policy.model).bfloat16())
     rollouts = drawn(policy)
@@ -119,23 +102,6 @@ def test_dtype(policy: Policy) -> None:
     diagnosis = found(policy, told(rollouts, wrong))
     named(diagnosis, "dtype")
     assert "bfloat16" in str(diagnosis)
-
-
-class Leaky(Policy):
-    """Its packed sequences see those that stand before them in the stream."""
-
-    __slots__ = ()
-
-    def forward(self, batch: Batch) -> ForwardOutput:
-        total = batch.layout.total
-        return Policy.forward(
-            self, replace(batch, layout=Layout(start=(0,), length=(total,), prefix=(-1,), total=total), samples=())
-        )
-
-
-def test_batch_composition(policy: Policy) -> None:
-    leaky = Leaky(**{name: getattr(policy, name) for name in Policy.__dataclass_fields__})
-    named(found(leaky, drawn(policy)), "batch composition", "scorer")
 
 
 def test_stale_weights(policy: Policy, tiny_policy: Callable[..., Policy]) -> None:
@@ -149,31 +115,11 @@ def test_stale_weights(policy: Policy, tiny_policy: Callable[..., Policy]) -> No
     assert "those of the last sync" in str(diagnosis)
 
 
-@pytest.mark.parametrize(("shift", "says"), [(1, "the one before it"), (-1, "the one behind it")])
-def test_shifted_index(policy: Policy, shift: int, says: str) -> None:
-    rollouts = drawn(policy)
-    diagnosis = found(policy, told(rollouts, [np.roll(r.behavior_logp, shift) for r in rollouts]))
-    named(diagnosis, "shifted index", "sampler")
-    assert says in str(diagnosis)
-
-
-def test_re_tokenisation(policy: Policy) -> None:
-    """The server adds a BOS of its own to the text of the prompt."""
-    tokenizer = copy.deepcopy(policy.tokenizer)
-    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(7)
-    policy, bos = replace(policy, tokenizer=tokenizer), 7
-    rollouts = drawn(policy)
-    wrong = [logp_of(logits_of(policy, r, prompt=[bos, *r.prompt.tokens]), r) for r in rollouts]
-    diagnosis = found(policy, told(rollouts, wrong))
-    named(diagnosis, "re-tokenisation")
-    assert "one BOS more" in str(diagnosis)
-
-
 def test_an_unexplained_difference_has_no_cause(policy: Policy) -> None:
     rng = np.random.default_rng(0)
     rollouts = drawn(policy)
     diagnosis = found(policy, told(rollouts, [r.behavior_logp + rng.normal(size=len(r)) for r in rollouts]))
     assert diagnosis.cause is None
     assert "none of the usual causes" in str(diagnosis)
-    assert len({cause.name for cause in diagnosis.tried}) >= 6, "not tried"
-    assert diagnose(policy, [], [], budget=10) is None
+    assert {cause.name for cause in diagnosis.tried} == {"temperature", "truncated support", "dtype"}
+    assert diagnose(policy, [], []) is None

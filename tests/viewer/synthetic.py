@@ -202,14 +202,8 @@ def add_step(folder: Path, number: int, **keywords: object) -> None:
     """One step more, as a run writes it: completions first, then the line."""
     step = make_step(number, **keywords)  # type: ignore[arg-type]
     recorded.write(RunFiles(folder), recorded.ROLLOUTS, step, folder.name)
-    limit = {
-        "limit/shared": 90.0,
-        "limit/dead": 20.0,
-        "limit/recomputed": 0.0,
-        "limit/useful": 0.75,
-        "limit/bytes_per_token": 2.5e6,
-    }
-    times = {"time/rollout": 1.0, "time/update": 3.0, "time/ideal": 1.0}
+    limit = {"tokens/shared": 90.0, "tokens/dead": 20.0, "tokens/recomputed": 0.0, "flops/per_second": 2.5e6}
+    times = {"time/rollout": 1.0, "time/update": 3.0}
     line = {"step": number, **step.metrics, **limit, **times, "wall": 1.7e9 + 10 * number}
     with open(folder / runlog.METRICS, "a", encoding="utf-8") as file:
         file.write(json.dumps({name: str(value) if value != value else value for name, value in line.items()}) + "\n")

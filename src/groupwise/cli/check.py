@@ -373,7 +373,7 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     agreed = _agree("log-probs", behavior, scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
     if not agreed.good:
         whole = [logp for _, logp in joined(zip(samples, scored, strict=True))]
-        agreed = replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, whole, budget=budget)}")
+        agreed = replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, whole)}")
     yield agreed
     alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")

@@ -21,10 +21,12 @@ from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.order import Order
 from groupwise.data.tasks import breakdown_of
+from groupwise.distributed import comm
 from groupwise.environments.conversation import World
 from groupwise.models.loading import Blueprint
 from groupwise.models.lora import bare
 from groupwise.models.policy import Policy
+from groupwise.models.shape import Shape
 from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import PendingRollout, PrefetchedRollouts
 from groupwise.rollout.engine import Engine
@@ -40,6 +42,7 @@ from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import demand_training, train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.teachers import Teacher
+from groupwise.training.work import Meter, has_experts
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
@@ -212,10 +215,26 @@ def _order(recipe: Recipe, rows: int) -> Order:
     return Order(rows, recipe.seed, data.shuffle)
 
 
-def _accounted(steps: Iterator[Step], visits: Visits) -> Iterator[Step]:
-    """Steps with what was sampled for them and thrown away."""
+def _accounted(steps: Iterator[Step], visits: Visits, meter: Meter) -> Iterator[Step]:
+    """Steps with their work, and what was sampled for them and thrown away."""
     for step in steps:
-        yield replace(step, metrics={**step.metrics, **visits.account(step.groups)})
+        measured = meter.read(step)
+        yield replace(measured, metrics={**measured.metrics, **visits.account(step.groups)})
+
+
+def _meter(recipe: Recipe, algorithm: Algorithm, policy: Policy, critic: Critic | None, teacher: Teacher | None) -> Meter:
+    return Meter(
+        policy=Shape.of_policy(policy),
+        critic=None if critic is None or critic.shared else Shape.of_policy(critic.policy),
+        values=critic is not None and critic.shared,
+        teacher=None if teacher is None or teacher.servers is not None else Shape.of_policy(teacher.policy),
+        updates=recipe.group.updates_per_rollout,
+        diverging=algorithm.divergence is not None,
+        recompute=recipe.model.gradient_checkpointing,
+        threshold=algorithm.needs_forking,
+        processes=comm.world().size,
+        experts=has_experts(policy),
+    )
 
 
 def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
@@ -234,6 +253,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     order = _order(recipe, len(prompts.train))
     ahead = make_ahead(recipe.rollout, prompts.train)
     visits = Visits(prompts.train, order, ahead=ahead.steps > 0)
+    meter = _meter(recipe, algorithm, policy, critic, teacher)
 
     def loop(done: int) -> Iterator[Step]:
         sampler.set_version(optimizer.taken)
@@ -258,7 +278,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         )
         steps = demand_training(steps, algorithm) if done == 0 else steps
         counted = rewards.counting(steps, done, prepared.steps)
-        return _accounted(agreeing(counted, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe))), visits)
+        return _accounted(agreeing(counted, engine, lambda step: why_apart(step, policy, anchor)), visits, meter)
 
     return Job(
         recipe=recipe,

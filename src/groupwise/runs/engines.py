@@ -142,7 +142,7 @@ def agreeing(steps: Iterator[Step], engine: Engine, why: Callable[[Step], str] |
         yield step
 
 
-def why_apart(step: Step, policy: Policy, reference: Policy | None, budget: int) -> str:
+def why_apart(step: Step, policy: Policy, reference: Policy | None) -> str:
     """The mismatch meter's word on a step that was just trained on, with the weights after it; empty if it has none."""
     if isinstance(policy, ShardedPolicy) or type(reference) not in (Policy, type(None)):
         return ""  # weights that are spread, or shared with a reference: neither can be copied to be looked at
@@ -153,7 +153,7 @@ def why_apart(step: Step, policy: Policy, reference: Policy | None, budget: int)
         if logp.size
     ]
     older = {} if reference is None else {"those of the reference": reference}
-    found = diagnose(policy, [rollout for rollout, _ in pairs], [logp for _, logp in pairs], budget=budget, older=older)
+    found = diagnose(policy, [rollout for rollout, _ in pairs], [logp for _, logp in pairs], older=older)
     return "" if found is None else f"By the weights after the step {found}"
 
 

@@ -105,7 +105,7 @@ FLAGS = (
     Flag("groups/failed", lambda v: v > MOST, "of the groups hold no right completion: make the prompts easier, or start from SFT"),
     Flag(
         "tokens/trained",
-        lambda v: v == 0,
+        lambda v: v < 1,
         "tokens were trained: no rewards differ within a group, or every completion is cut off and masked (group.truncated: mask)",
         solved=True,
     ),

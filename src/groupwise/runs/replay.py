@@ -62,7 +62,10 @@ MISMATCH, MISMATCH_LOW = 1e-4, 0.05
 """Mean difference of sampled and scored log-probs (nats) that rounding explains, in float32 and with bfloat16 products."""
 COMPUTED = ("reference_logp", "scored_logp")
 """Signals that training adds to what was sampled and scored."""
-TIMES = ("tokens/per_second", "ranks/", "limit/", "prompts/", "tokens/discarded")
+TIMES = (
+    *("tokens/per_second", "flops/per_second", "tokens/shared", "tokens/dead", "tokens/recomputed", "tokens/discarded"),
+    *("ranks/", "prompts/"),
+)
 """Metrics that say how a step was computed, not what."""
 FIXED = ("group.group_size", "group.prompts_per_step", "group.max_refills", "group.reference_refresh", "group.reference_mix")
 
@@ -584,9 +587,7 @@ def _mismatch(folder: Path, recipe: Recipe, algorithm: Algorithm, again: Outcome
         for rollout, logp in zip(group.rollouts, columns, strict=True)
         if logp.size and (rollout.version == taken).all()
     ]
-    found = diagnose(
-        before.policy, [r for r, _ in pairs], [logp for _, logp in pairs], budget=positions_of(before.recipe), older=older
-    )
+    found = diagnose(before.policy, [r for r, _ in pairs], [logp for _, logp in pairs], older=older)
     return None if found is None else str(found)
 
 

@@ -49,7 +49,6 @@ from groupwise.runs.run_files import RunFiles
 from groupwise.runs.saving import Saver, set_failure_hint
 from groupwise.runs.signals import end_later, endings
 from groupwise.runs.trust import seal
-from groupwise.training import limit_meter
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
 from groupwise.utils.secrets import scrubbed
@@ -165,7 +164,6 @@ class Run:
             self.job: Job = resumed_job(meant, folder, newest)
             fit_threads(self.job.policy, recipe.threads)
             self.saver = Saver(folder, self.job, recipe.save.keep)
-            self._meter = _meter(self.job, meant)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
             self._whole = (self.done, self.job.taken, self.job.place())
             self._judging = self._writing = self._begun = False
@@ -219,7 +217,6 @@ class Run:
             try:
                 self._make_up(log)
                 for step in job.loop(self.done):
-                    step = step if self._meter is None else self._meter.read(step)
                     told = None
                     if self._due(step.number):
                         step, told = self._judged(step, step.number == job.steps)
@@ -359,23 +356,6 @@ SHOWN = 32
 def completions(judged: Judged) -> tuple[Scored, ...]:
     """Sampled completions of the first held-out prompts; none where what is held out is not prompts."""
     return judged.groups[:SHOWN] if isinstance(judged, Evaluation) else ()
-
-
-def _meter(job: Job, recipe: Recipe) -> limit_meter.Meter | None:
-    """The limit meter of a run that samples its own completions."""
-    if not is_online(recipe.objective):
-        return None
-    policy = job.policy
-    low = policy.autocast or policy.dtype == torch.bfloat16
-    found = comm.from_first(lambda: limit_meter.ceiling(policy.device.type, "bfloat16" if low else "float32"))
-    return limit_meter.meter_of(
-        policy,
-        found,
-        updates=recipe.group.updates_per_rollout,
-        recompute=recipe.model.gradient_checkpointing,
-        threshold=bool(recipe.group.entropy_quantile),
-        processes=comm.world().size,
-    )
 
 
 class Unwritten:

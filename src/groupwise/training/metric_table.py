@@ -162,23 +162,19 @@ METRICS: tuple[Section, ...] = (
         ),
     ),
     Section(
-        "Limits",
-        "Every step of an online run.",
+        "Work",
+        "Every step of an online run. m: tokens of a prompt.",
         (
-            Metric("limit/shared", "tokens", "sum over groups of (G - 1) x m",
+            Metric("tokens/shared", "tokens", "sum over groups of (G - 1) x m",
                    "Prompt tokens that siblings did not compute again."),
-            Metric("limit/dead", "tokens", "count", "Tokens of completions that no update trained.",
+            Metric("tokens/dead", "tokens", "count", "Tokens of completions that no update trained.",
                    "below half of `tokens/sampled`"),
-            Metric("limit/recomputed", "tokens", "count", "Completion tokens of forward passes that had been made before: scoring"
+            Metric("tokens/recomputed", "tokens", "count", "Completion tokens of forward passes that had been made before: scoring"
                    " ahead of the updates, checkpointed activations."),
-            Metric("limit/useful", "-", "useful FLOPs / FLOPs spent", "Sampling and reference of what was trained, and the updates,"
-                   " over all of it and what was recomputed.", "near 1"),
-            Metric("limit/bytes_per_token", "bytes", "(weights + keys and values read) / rows",
-                   "What ideal decoding reads for a token; it falls as more rows are decoded together."),
-            Metric("time/ideal", "seconds", "[training/limit_meter.py](../src/groupwise/training/limit_meter.py)",
-                   "An ideal step with the same completions at this machine's ceiling, which is measured once and kept in the cache"
-                   " folder.",
-                   "near the sum of the phases"),
+            Metric("flops/per_second", "FLOP / second", "FLOPs of the step's models / seconds of the step / processes",
+                   "Sampling, updates, and what reference, critic and teacher compute in this process; what is computed again to"
+                   " save memory does not count. Divided by your device's peak it is the utilisation (MFU). Not of mixtures of"
+                   " experts."),
         ),
     ),
     Section(

@@ -1,8 +1,8 @@
 """The mismatch meter: why the sampler's log-probs differ from the scorer's.
 
 A few sequences are computed again, one at a time, in float32, by the model's own forward pass.  The one of sampler and scorer that
-is farther from it is taken for the faulty one.  Then one possible cause at a time is applied to the float32 computation, and the
-first that explains 90 % of the difference is named.
+is farther from it is taken for the faulty one.  Then one possible cause at a time is applied to the float32 computation: another
+temperature, another truncation, half precision, older weights.  The first that explains 90 % of the difference is named.
 
 n tokens of a completion   V vocabulary
 """
@@ -24,7 +24,6 @@ from groupwise.models.policy import Policy
 from groupwise.records import Rollout, Sampling
 from groupwise.rollout.sampling import draw
 from groupwise.training.samples import stretches, unbranched
-from groupwise.training.scoring import score_rollouts
 
 SEQUENCES, TOKENS = 4, 256
 """What is looked at: the completions that differ most, and the first tokens of each."""
@@ -36,7 +35,7 @@ TRUNCATIONS = (Sampling(top_k=50), Sampling(top_k=20), Sampling(top_p=0.95), Sam
 """What engines and checkpoints truncate by where nobody asked for it; beside what the model's own generation config says."""
 
 Columns = list[np.ndarray]
-"""Per completion a number per token (n,); NaN where a cause says nothing."""
+"""Per completion a number per token (n,); NaN at tokens that the policy did not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +75,11 @@ def diagnose(
     rollouts: Sequence[Rollout],
     scored: Sequence[np.ndarray],
     *,
-    budget: int,
     older: Mapping[str, Policy] | None = None,
 ) -> Diagnosis | None:
     """The cause of a difference between what was sampled and `scored`; None if nothing was sampled.
 
-    policy: with the weights that scored.   scored: per rollout (n,), nats.   budget: positions of a packed batch.
+    policy: with the weights that scored.   scored: per rollout (n,), nats.
     older: weights that the sampler may have kept, by what they are called.
     """
     scored = [column[a:b] for rollout, column in zip(rollouts, scored, strict=True) for a, b, _ in stretches(rollout)]
@@ -100,16 +98,13 @@ def diagnose(
     side = max(sides, key=lambda name: _gap(sides[name], meter.truth))
     found, gap = sides[side], _gap(sides[side], meter.truth)
     noise = _gap(meter.low(), meter.truth) if policy.autocast or policy.dtype in (torch.bfloat16, torch.float16) else 0.0
-    packed = score_rollouts(policy, rollouts, budget=budget)
     tried: list[Cause] = []
     causes = [
         *meter.causes(found),
-        ("batch composition", "what stands beside a sequence changes its log-probs", lambda: [packed[i][:TOKENS] for i in chosen]),
         *(
             ("stale weights", f"the weights are {name}", lambda old=old: meter.alone(meter.exact(old)))
             for name, old in (older or {}).items()
         ),
-        *meter.late_causes(),
     ]
     for name, says, compute in causes:
         cause = Cause(name, says, _explained(found, meter.truth, compute(), noise))
@@ -143,27 +138,16 @@ class _Meter:
         """By a model that computes in half precision."""
         return self.alone(replace(self.policy, model=_converted(self.policy.model, dtype), autocast=False))
 
-    def alone(
-        self,
-        policy: Policy,
-        *,
-        positions: Sequence[np.ndarray] | None = None,
-        prompt: Sequence[np.ndarray] | None = None,
-        completion: Sequence[np.ndarray] | None = None,
-    ) -> Columns:
-        """One sequence at a time.   positions, prompt, completion: of each in place of its own, as in `_logits`."""
-        found = []
-        for i, rollout in enumerate(self.rollouts):
-            places, before, written = (None if given is None else given[i] for given in (positions, prompt, completion))
-            found.append(self._chosen(i, self._logits(policy, rollout, places, before, written), ids=written))
-        return found
+    def alone(self, policy: Policy) -> Columns:
+        """One sequence at a time."""
+        return [self._chosen(i, self._logits(policy, rollout)) for i, rollout in enumerate(self.rollouts)]
 
     def read(self, temperature: float | None = None, support: bool = True, truncated: Sampling | None = None) -> Columns:
         """The logits at another temperature, over the whole vocabulary (`support` False), or over another support."""
         return [self._chosen(i, logits, temperature, support, truncated) for i, logits in enumerate(self.logits)]
 
     def causes(self, measured: Columns) -> Iterator[Candidate]:
-        """Temperature, support, positions, dtype."""
+        """Temperature, support, dtype."""
         stated = self.rollouts[0].sampling
         if stated.temperature != 1.0:
             yield "temperature", "they are those of temperature 1", lambda: self.read(1.0)
@@ -176,17 +160,6 @@ class _Meter:
             for other in (*self._of_the_model(), *TRUNCATIONS):
                 says = f"they are over what {_cut(other)} leaves, which nobody asked for"
                 yield "truncated support", says, lambda other=other: self.read(truncated=other)
-        prompts = [rollout.prompt.tokens.size for rollout in self.rollouts]
-        lengths = [size + min(len(rollout), TOKENS) for size, rollout in zip(prompts, self.rollouts, strict=True)]
-        shapes: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
-            "every position is one too high": lambda p, m: p + 1,
-            "the completion's positions are one too high": lambda p, m: p + (p >= m),
-            "the completion's positions are one too low": lambda p, m: p - (p >= m),
-            "the completion's positions begin at 0 again": lambda p, m: np.where(p >= m, p - m, p),
-        }
-        for says, shape in shapes.items():
-            places = [shape(np.arange(n), m) for n, m in zip(lengths, prompts, strict=True)]
-            yield "positions", says, lambda places=places: self.alone(self.model, positions=places)
         for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
             if self.policy.dtype != dtype:
                 yield "dtype", f"they are computed in {name}", lambda dtype=dtype: self.low(dtype)
@@ -198,41 +171,6 @@ class _Meter:
             if self.policy.dtype != dtype and gap >= size / ROUNDING_MARGIN:
                 says = f"rounding to {name} makes {size:.2g} nats"
                 yield Cause("dtype", says, 1.0 - max(0.0, gap - ROUNDING_MARGIN * size) / gap)
-
-    def late_causes(self) -> Iterator[Candidate]:
-        """Shifted index, re-tokenisation."""
-        nothing = np.full(1, np.nan)
-        late, early = (lambda: [np.concatenate([nothing, c[:-1]]) for c in self.truth]), (
-            lambda: [np.concatenate([c[1:], nothing]) for c in self.truth]
-        )  # fmt: skip
-        yield "shifted index", "each token has the log-prob of the one before it", late
-        yield "shifted index", "each token has the log-prob of the one behind it", early
-        tokenizer = self.policy.tokenizer
-        bos = tokenizer.bos_token_id
-        if bos is not None:
-            longer = [np.concatenate([[bos], rollout.prompt.tokens]) for rollout in self.rollouts]
-            yield "re-tokenisation", "the prompt has one BOS more", lambda: self.alone(self.model, prompt=longer)
-            if all(r.prompt.tokens[0] == bos and r.prompt.tokens.size > 1 for r in self.rollouts):
-                shorter = [rollout.prompt.tokens[1:] for rollout in self.rollouts]
-                yield "re-tokenisation", "the prompt has lost its BOS", lambda: self.alone(self.model, prompt=shorter)
-        for special, how in ((False, "as text"), (True, "as text, with special tokens added")):
-            again = [self._encoded(rollout.prompt.tokens, special) for rollout in self.rollouts]
-            if any(not np.array_equal(ids, r.prompt.tokens) for ids, r in zip(again, self.rollouts, strict=True)):
-                yield (
-                    "re-tokenisation",
-                    f"the prompt was tokenized again {how}",
-                    lambda again=again: self.alone(self.model, prompt=again),
-                )
-        written = [self._encoded(rollout.tokens, False) for rollout in self.rollouts]
-        written = [ids if ids.size == len(r) else r.tokens for ids, r in zip(written, self.rollouts, strict=True)]
-        if any(not np.array_equal(ids, r.tokens) for ids, r in zip(written, self.rollouts, strict=True)):
-            says = "the completion was decoded and tokenized again"
-            yield "re-tokenisation", says, lambda: self.alone(self.model, completion=written)
-
-    def _encoded(self, ids: np.ndarray, special: bool) -> np.ndarray:
-        text = self.policy.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        found = self.policy.tokenizer.encode(text, add_special_tokens=special) or ids.tolist()
-        return np.array(found, np.int64)
 
     def _of_the_model(self) -> Iterator[Sampling]:
         """The truncation of the model's own generation config."""
@@ -253,22 +191,13 @@ class _Meter:
             low, high = float(grid[max(place - 1, 0)]), float(grid[min(place + 1, len(grid) - 1)])
         return best
 
-    def _logits(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        positions: np.ndarray | None = None,
-        prompt: np.ndarray | None = None,
-        completion: np.ndarray | None = None,
-    ) -> Tensor:
-        """(n, V) float32 on the host: of a completion's first tokens, at other positions, behind another prompt, of other ids."""
-        before = rollout.prompt.tokens if prompt is None else prompt
-        written = (rollout.tokens if completion is None else completion)[:TOKENS]
-        ids = torch.from_numpy(np.concatenate([before, written])).to(policy.device)
-        places = torch.arange(ids.numel()) if positions is None else torch.from_numpy(positions)
+    def _logits(self, policy: Policy, rollout: Rollout) -> Tensor:
+        """(n, V) float32 on the host: of a completion's first tokens."""
+        prompt = rollout.prompt.tokens
+        ids = torch.from_numpy(np.concatenate([prompt, rollout.tokens[:TOKENS]])).to(policy.device)
         with plain_attention(policy.model) as model, policy.precision():
-            out = model(input_ids=ids[None], position_ids=places[None].to(policy.device), use_cache=False)
-            logits = out.logits[0, before.size - 1 : -1, : policy.vocabulary]
+            out = model(input_ids=ids[None], use_cache=False)
+            logits = out.logits[0, prompt.size - 1 : -1, : policy.vocabulary]
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
 
     def _chosen(
@@ -278,11 +207,10 @@ class _Meter:
         temperature: float | None = None,
         support: bool = True,
         truncated: Sampling | None = None,
-        ids: np.ndarray | None = None,
     ) -> np.ndarray:
         rollout = self.rollouts[i]
         z = logits / (temperature or rollout.sampling.temperature or 1.0)
-        ids = (rollout.tokens if ids is None else ids)[: z.shape[0]]
+        ids = rollout.tokens[: z.shape[0]]
         kept = [torch.from_numpy(s) for s in rollout.support[: z.shape[0]]] if support and rollout.support is not None else None
         if truncated is not None:
             _, _, cut = draw(z, torch.zeros(z.shape[0], dtype=torch.float64), truncated)
@@ -291,8 +219,8 @@ class _Meter:
         chosen = z[torch.arange(len(ids)), torch.from_numpy(ids)]
         if kept is None:
             return (chosen - z.logsumexp(-1)).numpy()
-        total = torch.stack([row[own].logsumexp(-1) for row, own in zip(z, kept, strict=True)])
-        inside = torch.tensor([bool((own == token).any()) for own, token in zip(kept, ids.tolist(), strict=True)])
+        total = torch.stack([row[ids_].logsumexp(-1) for row, ids_ in zip(z, kept, strict=True)])
+        inside = torch.tensor([bool((ids_ == token).any()) for ids_, token in zip(kept, ids.tolist(), strict=True)])
         return torch.where(inside, chosen - total, -torch.inf).numpy()
 
 
@@ -320,9 +248,7 @@ def _gap(ours: Columns, other: Columns) -> float:
 
 def _explained(measured: Columns, truth: Columns, candidate: Columns, noise: float) -> float:
     """The share of a difference from the truth that a candidate takes away.   noise: what rounding of the stated precision is."""
-    said = [np.where(np.isnan(c), np.nan, t) for c, t in zip(candidate, truth, strict=True)]
-    known = sum(int((~np.isnan(column)).sum()) for column in said)
-    before = _gap(measured, said)
-    if before == 0.0 or known < sum(column.size for column in truth) / 2:
+    before = _gap(measured, truth)
+    if before == 0.0:
         return 0.0
     return 1.0 - max(0.0, _gap(measured, candidate) - noise) / before

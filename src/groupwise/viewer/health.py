@@ -137,25 +137,26 @@ def figures(names: Sequence[str]) -> list[dict[str, Any]]:
 WORK = (
     ("tokens/sampled", "Tokens sampled", "tokens", "completion tokens of a step"),
     ("tokens/trained", "Tokens trained", "tokens", "with a weight in the loss, over all updates of the step"),
-    ("limit/shared", "Tokens shared", "tokens", "prompt tokens that siblings did not compute again"),
-    ("limit/dead", "Tokens dead", "tokens", "of completions that no update trained: no difference of rewards, or masked"),
-    ("limit/recomputed", "Tokens recomputed", "tokens", "of forward passes that had been made before"),
-    ("limit/useful", "Useful work", "share", "FLOPs that the updates needed, of all that were spent"),
-    ("limit/bytes_per_token", "Bytes per decoded token", "bytes", "that ideal decoding reads: weights, keys and values"),
+    ("tokens/shared", "Tokens shared", "tokens", "prompt tokens that siblings did not compute again"),
+    ("tokens/dead", "Tokens dead", "tokens", "of completions that no update trained: no difference of rewards, or masked"),
+    ("tokens/recomputed", "Tokens recomputed", "tokens", "of forward passes that had been made before"),
+    (
+        "flops/per_second",
+        "FLOPs per second",
+        "FLOP/s",
+        "of the models in this process; divided by the device's peak: its utilisation",
+    ),
 )
 """Metric, what it is called, its unit, what it means."""
-IDEAL = "time/ideal"
 WITHIN = "time/waiting/"
 """Seconds that are a part of others: how long each process waited."""
 
 
 def work(history: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """The work of a step, on average over the last ones: tokens by use, and seconds by phase beside those of an ideal step.
+    """The work of a step, on average over the last ones: tokens by use, and seconds by phase with their share of the whole step.
 
-    `share` of a phase is of the whole step; of the ideal it is what an ideal step would take of this one.
-
-    >>> [row["share"] for row in work([{"time/rollout": 3.0, "time/update": 1.0, "time/ideal": 1.0}])]
-    [0.75, 0.25, 0.25]
+    >>> [row["share"] for row in work([{"time/rollout": 3.0, "time/update": 1.0}])]
+    [0.75, 0.25]
     """
 
     def mean_of(name: str) -> float | None:
@@ -168,15 +169,11 @@ def work(history: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
         if (value := mean_of(metric)) is not None
     ]
     names = sorted({name for line in history[-RECENT:] for name in line if name.startswith("time/")})
-    phases = {name: mean_of(name) or 0.0 for name in names if name != IDEAL and not name.startswith(WITHIN)}
-    total, ideal = sum(phases.values()), mean_of(IDEAL)
+    phases = {name: mean_of(name) or 0.0 for name in names if not name.startswith(WITHIN)}
+    total = sum(phases.values())
     for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1]):
         label = f"Seconds: {name.removeprefix('time/')}"
         rows.append(
             {"metric": name, "label": label, "unit": "seconds", "value": seconds, "meaning": "", "share": seconds / (total or 1.0)}
         )
-    if ideal is not None and total > 0.0:
-        meaning = "the same completions and updates at what this machine was measured to do"
-        row = {"metric": IDEAL, "label": "Seconds: an ideal step", "unit": "seconds", "value": ideal, "meaning": meaning}
-        rows.append({**row, "share": ideal / total})
     return rows

@@ -329,7 +329,7 @@ function cardsOf(group, context) {
 // ---------------------------------------------------------------- curves
 
 const FAMILY = (name) => (name.includes("/") ? name.split("/")[0] : "main");
-const FAMILIES = { main: "The run", rewards: "Reward functions", eval: "Held out", completions: "Completions", ratio: "Importance ratios", clip: "Clipping", kl: "KL", mismatch: "Sampler mismatch", tokens: "Tokens", time: "Seconds by phase", limit: "The limit meter", staleness: "Staleness", ranks: "Processes" };
+const FAMILIES = { main: "The run", rewards: "Reward functions", eval: "Held out", completions: "Completions", ratio: "Importance ratios", clip: "Clipping", kl: "KL", mismatch: "Sampler mismatch", tokens: "Tokens", time: "Seconds by phase", flops: "FLOPs", staleness: "Staleness", ranks: "Processes" };
 const FIRST_NAMES = ["reward", "reward_std", "groups/dead", "entropy", "kl", "loss", "grad_norm", "lr"];
 
 /** Runs that are laid over one another unless others are chosen: of each all its metrics are read. */

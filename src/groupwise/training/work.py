@@ -1,0 +1,120 @@
+"""The work of a step: tokens that were shared, dead and computed again, and the FLOPs per second of its models.
+
+FLOPs of a forward pass over positions p, each of which sees c_p tokens, with logits at k of them:
+`2 B |p| + 4 L a sum_p c_p + 2 V d k` (B parameters of the blocks, L layers, attention a wide, V tokens in the vocabulary, d the
+model's width).  A backward pass takes twice that.  A prompt counts once for its group.  What is computed again to save memory does
+not count, as in model FLOPs utilisation; divide the figure by the peak of your device to get that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from groupwise.models.policy import Policy
+from groupwise.models.shape import Shape
+from groupwise.records import Step
+
+Row = tuple[str, int, int, int]
+"""A completion: its group, tokens of its prompt, its own, and those with logits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meter:
+    """Measures the steps of one run."""
+
+    policy: Shape
+    critic: Shape | None = None
+    """Of a critic's own backbone."""
+    values: bool = False
+    """A critic on the policy's backbone: its values are one more pass of that."""
+    teacher: Shape | None = None
+    """Of a teacher in this process."""
+    updates: int = 1
+    """Passes over each rollout."""
+    diverging: bool = False
+    """The teacher's distributions are read in every update."""
+    recompute: bool = False
+    """Activations are computed again for the backward pass."""
+    threshold: bool = False
+    """Entropies are computed ahead of each pass."""
+    processes: int = 1
+    experts: bool = False
+    """A mixture of experts: a token takes a part of the weights, and FLOPs are not counted."""
+
+    def read(self, step: Step) -> Step:
+        """The step with its work; as it is where no completion was sampled."""
+        if not step.groups:
+            return step
+        weights = step.columns.get("weight", ())
+        every: list[Row] = []
+        trained: list[Row] = []
+        for place, group in enumerate(step.groups):
+            for i, rollout in enumerate(group.rollouts):
+                weight = weights[place][i] if place < len(weights) else np.zeros(0)
+                prompt = group.prompt.tokens.size
+                every.append((group.prompt.id, prompt, len(rollout), int(rollout.trained.sum())))
+                if weight.size:
+                    trained.append((group.prompt.id, prompt, len(rollout), int(np.count_nonzero(weight))))
+        total, used = sum(n for _, _, n, _ in every), sum(n for _, _, n, _ in trained)
+        scored = "scored_logp" in step.groups[0].signals
+        again = self.updates * (int(self.recompute) + int(self.threshold))
+        metrics = {
+            "tokens/shared": float(sum((len(group.rollouts) - 1) * group.prompt.tokens.size for group in step.groups)),
+            "tokens/dead": float(total - used),
+            "tokens/recomputed": float(scored * total + again * used),
+        }
+        seconds = sum(value for name, value in step.timings.items() if "/" not in name)
+        if not self.experts and seconds > 0.0:
+            metrics["flops/per_second"] = self._flops(step, every, trained) / seconds / self.processes
+        return replace(step, metrics={**step.metrics, **metrics})
+
+    def _flops(self, step: Step, every: list[Row], trained: list[Row]) -> float:
+        signals = step.groups[0].signals
+        passes = int("reference_logp" in signals) + int("scored_logp" in signals) + int(self.values)
+        flops = sampling_flops(self.policy, every) + passes * forward_flops(self.policy, every)
+        flops += 3 * self.updates * forward_flops(self.policy, trained)
+        if self.critic is not None:
+            flops += (1 + 3 * self.updates) * forward_flops(self.critic, every)
+        if self.teacher is not None:
+            flops += int("teacher_logp" in signals) * forward_flops(self.teacher, every)
+            flops += int(self.diverging) * self.updates * forward_flops(self.teacher, trained)
+        return flops
+
+
+def has_experts(policy: Policy) -> bool:
+    """True for a mixture of experts."""
+    config = policy.model.config.to_dict()
+    return any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def flops(shape: Shape, positions: float, seen: float, logits: float) -> float:
+    """FLOPs of a forward pass.   seen: tokens that the positions see, added up.   logits: positions that get them."""
+    blocks = shape.parameters - shape.outside
+    attention = 4 * shape.layers * shape.heads * shape.head_width
+    return 2.0 * blocks * positions + attention * seen + 2.0 * shape.vocabulary * shape.hidden * logits
+
+
+def stretch(begin: int, count: int) -> float:
+    """Tokens that `count` positions see, added up, the first of which stands behind `begin` others.
+
+    >>> stretch(3, 2)  # the fourth sees 4, the fifth 5
+    9.0
+    """
+    return count * begin + count * (count + 1) / 2.0
+
+
+def sampling_flops(shape: Shape, rows: Iterable[Row]) -> float:
+    """Each prompt once, with logits at its last token; then each completion's tokens but the last."""
+    rows = list(rows)
+    prompts = sum(flops(shape, m, stretch(0, m), 1) for m in {group: m for group, m, _, _ in rows}.values())
+    return prompts + sum(flops(shape, max(n - 1, 0), stretch(m, max(n - 1, 0)), max(k - 1, 0)) for _, m, n, k in rows)
+
+
+def forward_flops(shape: Shape, rows: Iterable[Row]) -> float:
+    """A packed pass: of each prompt all tokens but the last once, then each completion behind that one."""
+    rows = list(rows)
+    prompts = sum(flops(shape, m - 1, stretch(0, m - 1), 0) for m in {group: m for group, m, _, _ in rows}.values())
+    return prompts + sum(flops(shape, n, stretch(m - 1, n), k) for _, m, n, k in rows)
