@@ -2,8 +2,8 @@
 
     python benchmarks/recording.py --shape M
 
-Recording is the columns of numbers per token, the meter of work, the Parquet file, and putting 100 old files together, a hundredth of
-which counts for each step.  Processor seconds, medians over the steps; the completions have the lengths of the shape's schedule.
+Recording is the columns of numbers per token, the meter of work, the Parquet file, and putting 100 old files together, a hundredth
+of which counts for each step.  Processor seconds, medians over the steps; the completions have the lengths of the shape's schedule.
 """
 
 from __future__ import annotations
