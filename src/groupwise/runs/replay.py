@@ -10,7 +10,7 @@ Nothing is sampled, no reward function is called, nothing in the run folder is c
 from __future__ import annotations
 
 import math
-import tempfile
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,6 +45,7 @@ from groupwise.training.metric_table import find
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import minibatches, train_online
 from groupwise.training.samples import joined, weigh
+from groupwise.utils import files
 from groupwise.utils.spelling import near_path
 
 Columns = list[list[np.ndarray]]
@@ -554,11 +555,14 @@ def _weights(saved: Path, learner: Learner) -> tuple[list[np.ndarray], list[np.n
     """What a checkpoint holds of a policy, and what it would hold of the learner's."""
     from safetensors.torch import load_file
 
-    with tempfile.TemporaryDirectory() as temporary:
-        learner.policy.keep(Path(temporary))
+    temporary = files.temporary_folder("replay")
+    try:
+        learner.policy.keep(temporary)
         both: list[dict[str, Tensor]] = []
-        for folder in (saved / "policy", Path(temporary)):
+        for folder in (saved / "policy", temporary):
             both.append({name: t for path in sorted(folder.rglob("*.safetensors")) for name, t in load_file(str(path)).items()})
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     names = sorted(both[0].keys() | both[1].keys())
     nothing = torch.zeros(0)
     one, other = ([found.get(name, nothing).float().flatten().numpy() for name in names] for found in both)

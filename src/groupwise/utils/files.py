@@ -123,8 +123,8 @@ def temporary_folder(kind: str) -> Path:
 
     It is locked while this process lives, so that no other one takes it for left.   Raises StorageError.
     """
-    root = Path(tempfile.gettempdir())
-    with storing(root, "temporary files"):
+    with storing(Path(os.environ.get("TMPDIR", "/tmp")), "temporary files"):
+        root = Path(tempfile.gettempdir())
         for left in root.glob(f"groupwise-{kind}-*"):
             with suppress(OSError):  # another user's, or locked
                 if left.is_dir() and left.stat().st_uid == os.getuid():
@@ -221,6 +221,8 @@ def trouble(error: OSError, path: Path, what: str) -> str:
     if number in FULL:
         free = shutil.disk_usage(place).free / 1e6
         return f"disk full while writing {what} to {path} ({free:.0f} MB free): make room there"
+    if number == errno.EFBIG:
+        return f"cannot write {what} to {path}: it is larger than a file of this process may be: raise the limit (ulimit -f)"
     if number in IN_THE_WAY:
         named = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else path
         in_the_way = next((there for there in (named, *named.parents) if there.exists() and not there.is_dir()), named)
@@ -234,4 +236,4 @@ def trouble(error: OSError, path: Path, what: str) -> str:
 
 def disk_failed(error: BaseException) -> bool:
     """True for what the operating system says of a full, read-only, failing or vanished disk, wherever it was raised."""
-    return isinstance(error, OSError) and error.errno in (*FULL, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV)
+    return isinstance(error, OSError) and error.errno in (*FULL, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV)
