@@ -287,6 +287,17 @@ def test_an_imported_reward_is_named_where_it_comes_from(head: str, named: str, 
     assert not [text for text in imported.needed if "rewards" in text]
 
 
+def test_rewards_of_one_name_are_told_apart() -> None:
+    head = "from trl.rewards import accuracy_reward\nimport a, b\ndef accuracy(completions, **_): return [0.0]"
+    trainer = "reward_funcs=[accuracy_reward, accuracy, a.same, b.same, 'm/judge', 'm/other'], train_dataset=load_dataset('d/d')"
+    imported = read(script(head, trainer), "c.py")
+    assert [entry.get("name") for entry in imported.keys["rewards"]] == [None, "accuracy_2", None, "same_4", None, "m/other"]
+    Path("r.yaml").write_text(imported.render())
+    recipe = load_recipe("r.yaml", ["model.scratch={context: 1024}", "data.task=addition"])
+    names = [reward.name or reward.function for reward in recipe.rewards]
+    assert len(set(names)) == 6
+
+
 def test_a_script_in_another_folder_is_named_from_the_working_directory() -> None:
     Path("sub").mkdir()
     Path("sub/mine.py").touch()

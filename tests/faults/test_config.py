@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
@@ -243,6 +243,19 @@ def test_a_part_is_a_function_of_a_file_an_instance_or_a_partial(credit: str, re
     (step,) = train(load_recipe(path))
     assert step.number == 1
     assert main(["train", str(path), "--dry-run"]) == 0
+
+
+@pytest.mark.slow
+def test_a_file_of_ones_own_imports_its_neighbours(recipe: Callable, forked: Any) -> None:
+    """In the command too, whose path does not begin with the working folder."""
+    folder = Path("parts_of_mine")
+    folder.mkdir()
+    (folder / "beside_it.py").write_text("import in_the_working_folder\nfrom math import tau\n")
+    Path("in_the_working_folder.py").touch()
+    (folder / "mine.py").write_text(f"import beside_it\n{OWN_CODE}\ndef judge(completion):\n    return beside_it.tau\n")
+    path = recipe("r", steps=1, group={"credit": "parts_of_mine/mine.py:rank"}, rewards=["parts_of_mine/mine.py:judge"])
+    process = forked.start("train", path, "--quiet")
+    assert process.wait() == 0, process.said
 
 
 def test_a_mistake_in_a_part_stands_where_the_part_stands(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:

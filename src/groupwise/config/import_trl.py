@@ -642,7 +642,8 @@ class _Translation:
             self.needed.append("rewards: a list of {function: module:function or file.py:function, weight: ...}")
             self.note("reward_weights", "changed", "rewards.N.weight, one in each entry of rewards")
             return
-        known, own = [], []
+        known: list[dict[str, Any]] = []
+        own: list[str] = []
         for place, name in enumerate(functions):
             entry: dict[str, Any]
             if isinstance(name, RewardModel):
@@ -661,6 +662,9 @@ class _Translation:
                 entry = {"function": f"rewards.py:{name}"}
                 own.append(name)
             weight = weights[place] if isinstance(weights, list) and place < len(weights) else None
+            taken = [one.get("name", one["function"].rpartition(":")[2]) for one in known]
+            if entry["function"].rpartition(":")[2] in taken:  # names tell rewards apart
+                entry["name"] = str(name) if str(name) not in taken else f"{name}_{place + 1}"
             known.append(entry | ({} if weight is None else {"weight": float(weight)}))
         self.put("rewards", known, "reward_funcs", "reward_weights", "reward_model_name_or_path")
         if own:

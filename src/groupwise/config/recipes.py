@@ -130,23 +130,18 @@ def _texts(value: Any) -> Iterable[str]:
             yield from _texts(inner)
 
 
-def _with_objects(recipe: Recipe, objects: Mapping[str, Live]) -> Recipe:
-    """The recipe with `Live` names where its names are those of objects: a recipe is checked as plain text."""
-
-    def bound(name: str | None) -> str | None:
-        return name if name is None else objects.get(name, name)
-
-    replace, data, given = dataclasses.replace, recipe.data, recipe.environment
-    factory = given.factory
-    made = {name: bound(one) for name, one in factory.items()} if isinstance(factory, Mapping) else bound(factory)
-    harness = given.harness if isinstance(given.harness, tuple) else bound(given.harness)
-    return replace(
-        recipe,
-        environment=replace(given, tools=tuple(objects.get(tool, tool) for tool in given.tools), factory=made, harness=harness),
-        model=replace(recipe.model, path=bound(recipe.model.path)),
-        data=replace(data, path=bound(data.path), eval_path=bound(data.eval_path)),
-        rewards=tuple(replace(reward, function=objects.get(reward.function, reward.function)) for reward in recipe.rewards),
-    )
+def _with_objects(value: Any, objects: Mapping[str, Live]) -> Any:
+    """A recipe, or a value in it, with `Live` names where its names are those of objects: a recipe is checked as plain text."""
+    if isinstance(value, str):
+        return objects.get(value, value)
+    if isinstance(value, tuple):
+        return tuple(_with_objects(one, objects) for one in value)
+    if isinstance(value, Mapping):
+        return {name: _with_objects(one, objects) for name, one in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: _with_objects(one, objects) for name, one in inside.items()})
+    return value
 
 
 _WHOLE = re.compile(r"args\.|\.harness|data\.(system|template)|rollout\.stop")
@@ -179,18 +174,15 @@ def _placed(key: str, value: Any) -> Iterator[tuple[str, str]]:
         yield from _placed(f"{key}.{name}".lstrip("."), inner)
 
 
+_OBJECTS = re.compile(r"(model|data)\.(eval_)?path|rewards\.\d+\.function|environment\.(tools|factory|harness)(\.\w+)?")
+"""Keys at which the name of an object may stand."""
+
+
 def demand_objects(recipe: Recipe) -> None:
     """Raises ConfigError for a name of an object without the object: the recipe was read from the file of a run."""
-    names = {"model.path": recipe.model.path, "data.path": recipe.data.path, "data.eval_path": recipe.data.eval_path}
-    names |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
-    names |= {f"environment.tools.{place}": tool for place, tool in enumerate(recipe.environment.tools)}
-    names |= {} if isinstance(recipe.environment.harness, tuple) else {"environment.harness": recipe.environment.harness}
-    factory = recipe.environment.factory
-    made = factory if isinstance(factory, Mapping) else {"": factory}
-    names |= {f"environment.factory.{name}".rstrip("."): one for name, one in made.items()}
-    for key, name in names.items():
-        if name is not None and name.startswith(LIVE) and not isinstance(name, Live):
-            raise missing(name, key)
+    for key, text in _placed("", recipe):
+        if text.startswith(LIVE) and not isinstance(text, Live) and _OBJECTS.fullmatch(key):
+            raise missing(text, key)
 
 
 def _read(file: Path) -> str:

@@ -228,8 +228,8 @@ def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, 
     for other in calls:
         name = _called(other)
         if name == trainer:
-            _of_trainer(found, other, script, any(_called(one) == "LoraConfig" for one in calls), given, lines)
-        elif name == "LoraConfig":
+            _of_trainer(found, other, script, any(_called(one) in ADAPTERS for one in calls), given, lines)
+        elif name in ADAPTERS:
             given.setdefault("use_peft", True)
             for keyword in other.keywords:
                 if keyword.arg in LORA:
@@ -243,6 +243,8 @@ def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, 
 
 OPEN = "**"
 """The name of a line for arguments that are not even known by name."""
+ADAPTERS = ("LoraConfig", "get_peft_model")
+"""What describes an adapter: peft's configuration, or unsloth's function with the same keywords."""
 LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules"}
 """Arguments of peft's LoraConfig, as TRL's ModelConfig calls them."""
 OBJECTS = ("reward_funcs", "tools", "environment_factory")

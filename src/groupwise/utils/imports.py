@@ -70,8 +70,7 @@ def demand_attributes(what: str, thing: object, names: Sequence[str]) -> None:
 
 def _module(what: str, place: str) -> ModuleType:
     here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
+    _look_in(here)
     try:
         return importlib.import_module(place)
     except ImportError as error:
@@ -80,6 +79,11 @@ def _module(what: str, place: str) -> ModuleType:
         ) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(_unimportable(what, place, error)) from error
+
+
+def _look_in(*folders: str) -> None:
+    """Have modules of these folders found; last, so that a file there cannot stand in for an installed module."""
+    sys.path += [folder for folder in folders if folder not in sys.path]
 
 
 def _file(what: str, place: str) -> ModuleType:
@@ -94,6 +98,7 @@ def _file(what: str, place: str) -> ModuleType:
     description = importlib.util.spec_from_file_location(name, path)
     assert description is not None and description.loader is not None
     module = importlib.util.module_from_spec(description)
+    _look_in(str(here), str(path.parent))  # it may import its neighbours
     sys.modules[name] = module  # dataclasses and pickles of the file look it up there
     try:
         description.loader.exec_module(module)
