@@ -617,7 +617,7 @@ def test_a_function_that_raised_may_come_back_repaired(call: Callable) -> None:
     Path("broken").touch()
     with pytest.raises(gw.GroupwiseError, match=r"ValueError: no number .*on \d+/\d+#\d, '") as caught:
         next(steps)
-    assert "a function that has been repaired is another one, which accept_changes=True takes" in caught.value.__notes__[0]
+    assert "a function that has been repaired is another one: resume with accept_changes=True" in caught.value.__notes__
     assert [step.number for step in call(rewards=[repaired], steps=3, save={"every": 1}, accept_changes=True)] == [2, 3]
 
 

@@ -521,7 +521,9 @@ def _column(reward: Reward, values: Sequence[Any]) -> np.ndarray:
 def _refuse(reward: Reward, outcome: Outcome, batch: Completions) -> NoReturn:
     text = dict(zip(batch.labels, batch.texts, strict=False)).get(outcome.label or "")
     shown = "" if text is None else f", {text[:200]!r}"
-    raise RewardError(describe_failure(reward.name, batch.labels, outcome) + shown) from outcome.cause
+    error = RewardError(describe_failure(reward.name, batch.labels, outcome) + shown)
+    error.add_note("a function that has been repaired is another one: resume with accept_changes=True")
+    raise error from outcome.cause
 
 
 def _settings_of(reward: Reward) -> RewardSettings:

@@ -28,7 +28,7 @@ from groupwise.config.recipes import demand_objects, load_stages, run_folder, wi
 from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
-from groupwise.errors import CheckpointError, ConfigError, Ended, EnvironmentFailure, GroupwiseError, PeerError, RewardError
+from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
 from groupwise.models.loading import resolve_device
 from groupwise.models.policy import Policy
 from groupwise.models.probe import proofs_of
@@ -54,8 +54,6 @@ from groupwise.utils import files
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import logger
 
-REPAIRED = "; a function that has been repaired is another one, which accept_changes=True takes"
-"""Said after an error in a user's function."""
 ACROSS = 5
 """Figures that stand side by side in 80 columns; more of them stand below one another."""
 
@@ -197,7 +195,7 @@ class Run:
             self._release_lock()
             torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended)):
-            error.add_note(comm.advice() + REPAIRED * isinstance(error, RewardError | EnvironmentFailure))
+            error.add_note(comm.advice())
 
     def steps(self) -> Iterator[Step]:
         """Train to the end: evaluate where due, write the log and checkpoints, export the final model."""
