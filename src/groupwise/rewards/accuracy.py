@@ -93,8 +93,8 @@ def number(completions: Sequence[str], gold: Sequence[Any], finish_reasons: Sequ
     rewards: list[float | None] = []
     for text, row, reason in zip(completions, gold, finish_reasons or [""] * len(completions), strict=True):
         right = last_number(as_text(row))
-        found = final_number(text, cut=reason == CUT)
-        rewards.append(None if right is None else float(type(found) is type(right) and found == right))
+        answer = final_number(text, cut=reason == CUT)
+        rewards.append(None if right is None else float(type(answer) is type(right) and answer == right))
     return rewards
 
 
@@ -104,12 +104,12 @@ def check_gold(gold: Sequence[Any]) -> list[str | None]:
     >>> check_gold([r"#### 1,234", "", None, "forty two"])
     [None, 'holds no answer', 'holds no answer', 'is words, not mathematics: `exact` compares words']
     """
-    found = [find_gold(as_text(g)) for g in gold]
-    verdicts = shared_checker().recompute([g or "" for g in found])
+    golds = [find_gold(as_text(g)) for g in gold]
+    verdicts = shared_checker().recompute([g or "" for g in golds])
     problems = {0.0: "is not equal to itself when computed"}
     return [
         "holds no answer" if g is None else None if v == 1.0 else problems.get(v) or _unreadable(g)  # type: ignore[arg-type]
-        for g, v in zip(found, verdicts, strict=True)
+        for g, v in zip(golds, verdicts, strict=True)
     ]
 
 

@@ -131,7 +131,7 @@ def find_answer(text: str, *, cut: bool = False) -> str | None:
     answer = marked(text, cut=cut)
     if answer is not None:
         return answer.rstrip(" .\t\r\n").strip() or None
-    answer = said(text)
+    answer = statement(text)
     if answer is not None:
         return tidy(clause(answer)) or None
     text = text.strip()
@@ -170,13 +170,13 @@ def find_gold(text: str) -> str | None:
 
 def marked(text: str, *, cut: bool = False) -> str | None:
     """The answer that stands in a box, in an `<answer>` tag or behind `####`, whichever comes last; None if none is there."""
-    found = [(start, end, content) for start, end, content, closed in _boxes(text) if closed or not cut]
+    boxed = [(start, end, content) for start, end, content, closed in _boxes(text) if closed or not cut]
     hashes = _hashes(text)
     tag, tagged = _tagged(text, cut)
     place = max(hashes, tag)
-    if found and found[-1][0] >= place:
-        answers = [found[-1][2]]
-        for (_, end, content), (start, _, _) in zip(reversed(found[:-1]), reversed(found), strict=False):
+    if boxed and boxed[-1][0] >= place:
+        answers = [boxed[-1][2]]
+        for (_, end, content), (start, _, _) in zip(reversed(boxed[:-1]), reversed(boxed), strict=False):
             if start - end > APART or not _BETWEEN_BOXES.fullmatch(text, end, start):
                 break
             answers.append(content)
@@ -184,10 +184,10 @@ def marked(text: str, *, cut: bool = False) -> str | None:
     if place < 0:
         return None
     if tag > hashes:
-        inner = said(tagged)
+        inner = statement(tagged)
         return tidy(tagged) if inner is None else tidy(clause(inner))
     line = _first_line(text[hashes:].lstrip("#"))
-    inner = said(line)
+    inner = statement(line)
     return line if inner is None else inner
 
 
@@ -197,7 +197,7 @@ def _hashes(text: str) -> int:
     if place < 0:
         return -1
     line, _, below = text[place:].lstrip("#").strip().partition("\n")
-    if line[:1].isalpha() and below.strip() and said(line + "\n") is None:
+    if line[:1].isalpha() and below.strip() and statement(line + "\n") is None:
         return -1
     return place
 
@@ -215,7 +215,7 @@ def _tagged(text: str, cut: bool) -> tuple[int, str]:
     return start, text[start:end].strip()
 
 
-def said(text: str) -> str | None:
+def statement(text: str) -> str | None:
     """What follows the last "answer is", "answer:" or heading "Answer" that something follows, up to the end of the line."""
     phrases = [_PHRASE.match(text, mention.start()) for mention in [*_MENTION.finditer(text)][-MENTIONS:]]
     ends = sorted({match.end() for match in (*phrases, *_HEADING.finditer(text)) if match is not None})
@@ -354,10 +354,10 @@ def last_number(text: str) -> Decimal | Fraction | None:
     (Decimal('1234'), Decimal('12.50'), None)
     """
     answer = marked(text)
-    found = _ANY_NUMBER.findall((text if answer is None else answer).translate(MINUS))
-    if not found:
+    numbers = _ANY_NUMBER.findall((text if answer is None else answer).translate(MINUS))
+    if not numbers:
         return None
-    sign, digits, below = found[-1]
+    sign, digits, below = numbers[-1]
     number = Decimal(sign + digits.replace(",", ""))
     if not below:
         return number

@@ -74,7 +74,7 @@ def plain(text: str) -> str:
     ('-3 \\times x^{2}', '\\frac{1}{2} \\text{cm}', '(1000, 2)')
     """
     if not text.isascii():
-        text = _RAISED.sub(lambda found: f"^{{{found.group().translate(_RAISED_TO)}}}", text.translate(MINUS).translate(_UNICODE))
+        text = _RAISED.sub(lambda match: f"^{{{match.group().translate(_RAISED_TO)}}}", text.translate(MINUS).translate(_UNICODE))
         text = "".join(map(_ascii, text))
     if not _TABULAR.search(text):
         text = _DOUBLED.sub("", text)
@@ -83,11 +83,11 @@ def plain(text: str) -> str:
         text = text.replace(one, other)
     text = _SPACES.sub(" ", _THOUSANDS.sub("", _SILENT.sub("", text)))
     text = _SHORT_FRACTION.sub(_braced, _STYLED.sub(_unstyled, text))
-    return _GROUPED.sub(lambda found: found.group().replace(" ", ""), text).strip()
+    return _GROUPED.sub(lambda match: match.group().replace(" ", ""), text).strip()
 
 
-def _braced(found: re.Match[str]) -> str:
-    above, below = found[1] or found[3], found[2]
+def _braced(match: re.Match[str]) -> str:
+    above, below = match[1] or match[3], match[2]
     return rf"\frac{{{above}}}" + (f"{{{below}}}" if below else "")
 
 
@@ -108,8 +108,8 @@ def _ascii(char: str) -> str:
     return unicodedata.normalize("NFKC", char) if "\uff01" <= char <= "\uff5e" else char
 
 
-def _unstyled(found: re.Match[str]) -> str:
-    inner, before = found[1].strip(), found.string[max(0, found.start() - 3) : found.start()].rstrip()
+def _unstyled(match: re.Match[str]) -> str:
+    inner, before = match[1].strip(), match.string[max(0, match.start() - 3) : match.start()].rstrip()
     if len(inner) == 1 and inner not in "eid" and before[-1:] and before[-1] in "0123456789})":
         return rf"\text{{{inner}}}"  # 5 m
     if len(inner) <= 1 or not any(char.isalpha() for char in inner):
@@ -343,11 +343,11 @@ class _Parser:
     def _braced(self) -> str:
         """What stands in braces, as text."""
         self._take("{")
-        found = []
+        written = []
         while not self._is(("sign", "}")):
-            found.append(self._raw() if self.at is None or self.at[0] != "sign" else self._next()[1])  # type: ignore[index]
+            written.append(self._raw() if self.at is None or self.at[0] != "sign" else self._next()[1])  # type: ignore[index]
         self._take("}")
-        return "".join(found)
+        return "".join(written)
 
     def _argument(self) -> Node:
         """Of a command: a group, or one token."""
@@ -402,12 +402,12 @@ class _Parser:
 
 def _tokens(text: str) -> Iterator[tuple[str, Any]]:
     text = _REPEATING.sub(_repeating, text)
-    for found in _TOKEN.finditer(text):
-        kind, token = found.lastgroup, found.group()
+    for match in _TOKEN.finditer(text):
+        kind, token = match.lastgroup, match.group()
         if kind in ("number", "exponent"):
-            yield "number", _literal(found["number"].replace(",", ""), int((found["exponent"] or "e0")[1:]))
+            yield "number", _literal(match["number"].replace(",", ""), int((match["exponent"] or "e0")[1:]))
         elif kind == "command":
-            yield "command", found["command"]
+            yield "command", match["command"]
         elif kind == "letters":
             if token in NAMES:
                 yield "command", {"inf": "infty", "infinity": "infty"}.get(token, token)
@@ -417,9 +417,9 @@ def _tokens(text: str) -> Iterator[tuple[str, Any]]:
             yield "sign", token
 
 
-def _repeating(found: re.Match[str]) -> str:
+def _repeating(match: re.Match[str]) -> str:
     """0.1666... as a fraction."""
-    whole, fixed, period = found[1] or "0", found[2], found[3] or found[4]
+    whole, fixed, period = match[1] or "0", match[2], match[3] or match[4]
     below = (10 ** len(period) - 1) * 10 ** len(fixed)
     return rf"\frac{{{int(whole + fixed + period) - int(whole + fixed)}}}{{{below}}}"
 

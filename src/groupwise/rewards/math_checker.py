@@ -158,7 +158,7 @@ def judge() -> Callable[[str, str | None], float | None]:
         bare = "$" not in text.replace("\\$", "") and "\n" not in text and (len(text) <= 100 or "\\" in text)
         return parse(f"\\boxed{{{text}}}" if bare else text, parsing_timeout=None)  # type: ignore[arg-type]
 
-    def ask(gold: str, answer: str | None) -> float | None:
+    def library(gold: str, answer: str | None) -> float | None:
         gold_parsed = read(gold)
         if not gold_parsed:
             return None
@@ -167,7 +167,7 @@ def judge() -> Callable[[str, str | None], float | None]:
         return float(equal and not _apart(gold_parsed[0], answer_parsed[0]))
 
     def compare(gold: str, answer: str | None) -> float | None:
-        return decide(gold, answer, ask)
+        return decide(gold, answer, library)
 
     # What the first comparisons load and build takes 0.3 s, which is not to be counted against whoever comes first.
     compare(r"\frac{1}{2}", "x")

@@ -14,26 +14,27 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from groupwise.rewards.answers import LONGEST_ANSWER, QUOTES, clause, numbers_equal, said
-from groupwise.rewards.expressions import NAMES, Node, parse, plain
+from groupwise.rewards.answers import LONGEST_ANSWER, QUOTES, clause, numbers_equal, statement
+from groupwise.rewards.expressions import DEEPEST, NAMES, Node, parse, plain
+from groupwise.rewards.units import units_differ, without_unit
 
 MOST_PARTS = 40
 """Members of a set that are compared one by one."""
 
-Ask = Callable[[str, str | None], float | None]
-"""math-verify's verdict on (gold, answer): 1.0, 0.0, None where it cannot read the gold.  `nobody` raises Undecided."""
+Library = Callable[[str, str | None], float | None]
+"""math-verify's verdict on (gold, answer): 1.0, 0.0, None where it cannot read the gold."""
 
 
 class Undecided(Exception):
-    """Our own rules leave it open, and nobody is there to be asked."""
+    """Our own rules leave it open, and no library is at hand."""
 
 
-def nobody(gold: str, answer: str | None) -> float | None:
-    """An `Ask` where no process has been started."""
+def no_library(gold: str, answer: str | None) -> float | None:
+    """In a process that has not loaded it.  Raises Undecided."""
     raise Undecided
 
 
-def decide(gold: str, answer: str | None, ask: Ask = nobody) -> float | None:
+def decide(gold: str, answer: str | None, library: Library = no_library) -> float | None:
     r"""1.0 if the answer is the gold, 0.0 if it is not, None if the gold is no mathematics.   answer: None: there is none.
 
     >>> decide("95", r"95.0"), decide("95", "81 + 14"), decide(r"\frac{1}{2}", "0.5"), decide("listen", "silent")
@@ -43,20 +44,20 @@ def decide(gold: str, answer: str | None, ask: Ask = nobody) -> float | None:
     if form.kind == "none":
         return None
     if form.kind == "unread":
-        return ask(form.text, None if answer is None or wordy(clean(answer), form.text) else clean(answer))
+        return library(form.text, None if answer is None or wordy(clean(answer), form.text) else clean(answer))
     if answer is None:
         return 0.0
     if form.kind == "words":
         return float(_squeezed_words(answer) == _squeezed_words(form.text))
     text = clean(answer)
     if form.kind == "option":
-        found = _OPTION.fullmatch(_without_fonts(text))
-        return float(found is not None and found[1].upper() == form.parts[0])
+        match = _OPTION.fullmatch(_without_fonts(text))
+        return float(match is not None and match[1].upper() == form.parts[0])
     if form.kind == "figures":
         return float(_figures_equal(form.parts, text))
     if len(text) > LONGEST_ANSWER:
         return 0.0
-    return float(_equal(form.text, text, ask))
+    return float(_equal(form.text, text, library))
 
 
 def is_words(gold: str) -> bool:
@@ -130,10 +131,10 @@ def form_of(gold: str) -> Form:
 
 def _within_words(gold: str, text: str) -> Form:
     """Of a gold that is a sentence: the formula in it, or what it says the answer is."""
-    answer = said(gold)
+    answer = statement(gold)
     inner = clause(gold.rsplit("\n", 1)[-1] if answer is None else answer)
     if inner == gold or _in_words(clean(inner)) or not any(char.isdigit() for char in inner):
-        spans = [found[1] or found[2] for found in _SPAN.finditer(gold)]
+        spans = [match[1] or match[2] for match in _SPAN.finditer(gold)]
         inner = spans[-1] if spans else None
     if inner is None or inner.strip() == gold.strip():
         return Form("none", text)
@@ -195,11 +196,11 @@ def figures_of(text: str) -> tuple[Any, ...] | None:
 
 
 def _figures_equal(gold: tuple[Any, ...], text: str) -> bool:
-    found = figures_of(_without_fonts(_labelled(text)[1]))
-    if gold[0] == "date" or found is not None:
-        if found is None or gold[0] == "date":
-            return gold == found
-        return gold[:-1] == found[:-1] and (gold[-1] == found[-1] or not (gold[-1] and found[-1]))
+    figures = figures_of(_without_fonts(_labelled(text)[1]))
+    if gold[0] == "date" or figures is not None:
+        if figures is None or gold[0] == "date":
+            return gold == figures
+        return gold[:-1] == figures[:-1] and (gold[-1] == figures[-1] or not (gold[-1] and figures[-1]))
     node = parse(text)  # 3:2 is 3/2 too
     return (
         node is not None
@@ -236,24 +237,24 @@ _NOT_IN_A_NAME = re.compile(r"[-\d+*^<>=]")
 def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
     """The parts between marks outside of all brackets, and the marks; one part where brackets do not close."""
     parts, marks, depth, begin = list[str](), list[str](), 0, 0
-    for found in pattern.finditer(text):
-        if found["open"]:
+    for match in pattern.finditer(text):
+        if match["open"]:
             depth += 1
-        elif found["close"]:
+        elif match["close"]:
             depth -= 1
         elif depth == 0:
-            parts.append(text[begin : found.start()].strip())
-            marks.append(found["mark"].strip())
-            begin = found.end()
-        if depth < 0:
+            parts.append(text[begin : match.start()].strip())
+            marks.append(match["mark"].strip())
+            begin = match.end()
+        if not 0 <= depth <= DEEPEST:
             return [text], []
     return ([text], []) if depth else ([*parts, text[begin:].strip()], marks)
 
 
-def _parts(text: str, pattern: re.Pattern[str], *, bracketed: bool = False) -> list[str]:
-    """The members of a list; commas between thousands do not part them, but where they stand in brackets."""
-    if pattern is _LISTING and not bracketed and "," in text:
-        text = _THOUSANDS.sub(lambda found: found.group().replace(",", ""), text)
+def _parts(text: str, pattern: re.Pattern[str]) -> list[str]:
+    """The members of a list without brackets, where commas between thousands do not part them."""
+    if pattern is _LISTING and "," in text:
+        text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
     return [part for part in _split(text, pattern)[0] if part] or [text]
 
 
@@ -301,17 +302,12 @@ def _bracketed(text: str) -> Shape:
             if len(members) > 1:
                 marks = ("(", ")") if opening == "\\langle" else (opening, closing)
                 return Shape(kind, tuple(members), marks)
-            if kind != "tuple" and len(members) == 1 and _split(inner, _LISTING)[1] == [] and _closes(text):
-                return shape_of(inner)
+            if kind == "set" and members == [inner] and "\\{" not in inner:
+                return shape_of(inner)  # a set of one
     if "\\pm" in text and text.count("\\pm") == 1:
         plus, minus = text.replace("\\pm", "+"), text.replace("\\pm", "-")
         return Shape("list", (plus.lstrip("+ "), minus))
     return Shape("scalar", (text,))
-
-
-def _closes(text: str) -> bool:
-    """Whether the first bracket is closed by the last one."""
-    return _split(text, re.compile(rf"{_BRACKET}|(?P<mark>(?!x)x)"))[0] == [text] and "}" not in text[1:-1].replace("\\}", "")
 
 
 @lru_cache(maxsize=8192)
@@ -343,7 +339,7 @@ def _exact_side(text: str, gold: str) -> str:
     node = _quantity(gold).node
     if node is not None and node.kind == "number":
         return text
-    return sides[0] if not _is_name(sides[0]) or len(sides) == 1 else text
+    return text if _is_name(sides[0]) else sides[0]
 
 
 @lru_cache(maxsize=8192)
@@ -354,7 +350,7 @@ def _readable(text: str) -> bool:
     return all(part != text and _readable(part) for part in shape.parts)
 
 
-def _equal(gold: str, answer: str, ask: Ask) -> bool:
+def _equal(gold: str, answer: str, library: Library) -> bool:
     answer = _exact_side(answer, _labelled(gold)[1])
     g, a = shape_of(gold), shape_of(answer)
     if {g.kind, a.kind} == {"tuple", "relation"}:
@@ -362,23 +358,23 @@ def _equal(gold: str, answer: str, ask: Ask) -> bool:
     if gold == answer:
         return True
     if g.kind == "relation":
-        return _relations_equal(gold, g, answer, a, ask)
+        return _relations_equal(gold, g, answer, a, library)
     if a.kind == "relation" and set(a.marks) == {"="}:  # x = 5, 81 + 14 = 95
-        return bool(a.parts[-1]) and _equal(gold, _labelled(answer)[1] if _labelled(answer)[0] else a.parts[-1], ask)
+        return bool(a.parts[-1]) and _equal(gold, _labelled(answer)[1] if _labelled(answer)[0] else a.parts[-1], library)
     if g.kind == "scalar":
-        return a.kind == "scalar" and _quantities_equal(g.parts[0], a.parts[0], ask)
+        return a.kind == "scalar" and _quantities_equal(g.parts[0], a.parts[0], library)
     if g.kind in ("list", "set") and a.kind in ("list", "set"):
-        return _unordered(g.parts, a.parts, ask)
+        return _unordered(g.parts, a.parts, library)
     if {g.kind, a.kind} <= {"list", "tuple"}:
         brackets = g.marks == a.marks if g.kind == a.kind else len(g.parts) > 2 or ("(", ")") in (g.marks, a.marks)
-        return brackets and len(g.parts) == len(a.parts) and all(map(_equal, g.parts, a.parts, [ask] * len(g.parts)))
+        return brackets and len(g.parts) == len(a.parts) and all(map(_equal, g.parts, a.parts, [library] * len(g.parts)))
     if {g.kind, a.kind} == {"set", "tuple"}:
         return False
     if g.kind == a.kind == "matrix":
-        return g.marks == a.marks and all(map(_equal, g.parts, a.parts, [ask] * len(g.parts)))
-    if g.kind == a.kind == "union" and len(g.parts) == len(a.parts) and _unordered(g.parts, a.parts, ask):
+        return g.marks == a.marks and all(map(_equal, g.parts, a.parts, [library] * len(g.parts)))
+    if g.kind == a.kind == "union" and len(g.parts) == len(a.parts) and _unordered(g.parts, a.parts, library):
         return True
-    return a.kind != "scalar" and _asked(gold, answer, ask)
+    return a.kind != "scalar" and _by_library(gold, answer, library)
 
 
 def _interval(shape: Shape) -> Shape:
@@ -400,41 +396,41 @@ def _interval(shape: Shape) -> Shape:
     return shape
 
 
-def _unordered(gold: Sequence[str], answer: Sequence[str], ask: Ask) -> bool:
+def _unordered(gold: Sequence[str], answer: Sequence[str], library: Library) -> bool:
     """Whether the members of two sets are equal one by one."""
     gold, answer = (list({_squeezed(member): member for member in members}.values()) for members in (gold, answer))
     if len(gold) != len(answer) or len(gold) > MOST_PARTS:
         return len(gold) == len(answer) and sorted(gold) == sorted(answer)
     left = list(answer)
     for member in gold:
-        same = next((n for n, other in enumerate(left) if _equal(member, other, ask)), None)
+        same = next((n for n, other in enumerate(left) if _equal(member, other, library)), None)
         if same is None:
             return False
         del left[same]
     return True
 
 
-def _relations_equal(gold: str, g: Shape, answer: str, a: Shape, ask: Ask) -> bool:
+def _relations_equal(gold: str, g: Shape, answer: str, a: Shape, library: Library) -> bool:
     name, value = _labelled(gold)
     if name is not None:
         constant = not _symbols(value)
         if a.kind != "relation":
-            return _equal(value, answer, ask)
-        other, found = _labelled(answer)
+            return _equal(value, answer, library)
+        other, side = _labelled(answer)
         if other is not None and (_bare(name) == _bare(other) or "text" in name + other):
-            if _equal(value, found, ask):
+            if _equal(value, side, library):
                 return True
         elif other is None and set(a.marks) == {"="} and _value_of(a.parts[0]):
-            return _equal(value, a.parts[-1], ask)  # 81 + 14 = 95
-        return not constant and _asked(gold, answer, ask)
+            return _equal(value, a.parts[-1], library)  # 81 + 14 = 95
+        return not constant and _by_library(gold, answer, library)
     if set(g.marks) == {"="} and _value_of(g.parts[0]) and not _symbols(g.parts[-1]):
-        return _equal(g.parts[-1], answer, ask)
+        return _equal(g.parts[-1], answer, library)
     if a.kind == "relation" and len(a.parts) == len(g.parts):
         mirrored = tuple(_MIRRORED.get(sign, "") for sign in reversed(a.marks))
         for parts, marks in ((a.parts, a.marks), (a.parts[::-1], mirrored)):
-            if marks == g.marks and all(map(_equal, g.parts, parts, [ask] * len(parts))):
+            if marks == g.marks and all(map(_equal, g.parts, parts, [library] * len(parts))):
                 return True
-    return a.kind != "scalar" and _asked(gold, answer, ask)
+    return a.kind != "scalar" and _by_library(gold, answer, library)
 
 
 def _bare(name: str) -> str:
@@ -461,25 +457,6 @@ _BASED = re.compile(
     r"\(?([0-9A-Za-z]+)\)?\s*_\s*\{?\s*\(?\s*(\d{1,2})\s*\)?\s*\}?|([0-9A-Fa-f]+)\s+(?:in\s+)?\(?base\s+(\d{1,2})\)?"
 )
 _CURRENCY = re.compile(r"^([-+]?)\s*(?:(?:US|CA|AU|NZ|HK)?\s?[€£¥₹₩₽₿¢]|(?:USD|EUR|GBP|CHF|JPY|INR|CNY|RMB|Rs\.?)(?=[\s\d]))\s*")
-_AFTER = re.compile(r"\s*(?:[€£¥₹₩₽₿¢]|\\?%\s*(?:points?)?)$")
-_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\text\{\s*([CFK])\w*\s*\}|([CFK]))?$")
-_UNIT_TEXT = re.compile(r"(?:\\text\{[^{}]*\}|\^\s*(?:\{\s*-?\d\s*\}|\d)|/|\\cdot(?![A-Za-z])|[\s.])+")
-_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)\s*\}$")
-_RAISED = re.compile(r"\s*\^\s*\{?\s*([23])\s*\}?$")
-_UNIT_WORDS = re.compile(r"[^\W\d_][^\W\d_\s./'’-]*(?:[\s./'’-]+[^\W\d_]*)*")
-_SMALL_WORDS = frozenset({"per", "of", "a", "an", "in", "at", "by"})
-_SAME_UNIT = {
-    name: line.split()[0]
-    for line in (
-        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre", "in inch inche",
-        "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram gm gramme", "kg kilogram kilo", "lb", "oz ounce",
-        "t ton tonne",
-        "s sec second", "min minute", "h hr hour", "day", "week wk", "month", "year yr", "ml milliliter millilitre",
-        "l liter litre", "gal gallon", "degree deg", "c celsius", "f fahrenheit", "k kelvin", "radian rad", "n newton", "j joule",
-        "kj kilojoule", "w watt", "kw kilowatt", "v volt", "hz hertz", "pa pascal", "mol mole", "cent", "dollar usd", "euro eur",
-    )
-    for name in line.split()
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -500,7 +477,7 @@ def _quantity(text: str) -> Quantity:
     node = parse(text)
     if node is not None and node.number is not None and node.kind != "percent" and "circ" not in text:
         return Quantity(node, rest=text)
-    rest, unit = _without_unit(text)
+    rest, unit = without_unit(text)
     percent = bool(re.match(r"percent|pct|%", unit))
     inner = parse(rest) if unit else node
     if inner is not None and inner.kind == "percent":
@@ -510,96 +487,33 @@ def _quantity(text: str) -> Quantity:
     return Quantity(inner, unit, percent, rest)
 
 
-def _without_unit(text: str) -> tuple[str, str]:
-    """A quantity's number and its unit, both as text."""
-    text = _UNIT_FRACTION.sub(r"\1/\2", text)
-    after = _AFTER.search(text)
-    if after and after.start():
-        return text[: after.start()].strip(), after.group().strip(" \\")
-    degrees = _DEGREES.search(text)
-    if degrees and degrees.start():
-        return text[: degrees.start()].strip(), (degrees[1] or degrees[2] or "degree").lower()
-    begin = text.find("\\text{")
-    if begin > 0 and _UNIT_TEXT.fullmatch(text, begin):
-        return text[:begin].strip(), _TEXT.sub(r"\1", text[begin:]).strip()
-    raised = _RAISED.search(text)
-    end = len(text) if raised is None else raised.start()
-    begin = max(text.rfind(char, 0, end) for char in "0123456789)}%") + 1
-    words = text[begin:end].strip()
-    if begin and _UNIT_WORDS.fullmatch(words) and _is_unit(words, apart=text[begin : begin + 1] == " "):
-        return text[:begin].strip(), words + ("" if raised is None else f"^{raised[1]}")
-    return text, ""
-
-
-def _is_unit(words: str, *, apart: bool) -> bool:
-    parts = re.findall(r"[^\W\d_]+", words)
-    if len(parts) == 1 and len(parts[0]) == 1:
-        return apart and _unit_name(parts[0]) is not None
-    return all(
-        part not in NAMES
-        and part.lower() not in ("and", "or")
-        and (len(part) > 2 or part in _SMALL_WORDS or _unit_name(part) is not None)
-        for part in parts
-    )
-
-
-def _unit_name(word: str) -> str | None:
-    word = word.lower()
-    return _SAME_UNIT.get(word) or _SAME_UNIT.get(word.removesuffix("s")) or _SAME_UNIT.get(word.removesuffix("es"))
-
-
-@lru_cache(maxsize=1024)
-def _unit_parts(unit: str) -> tuple[tuple[str, int], ...] | None:
-    """A unit of the table as its parts and powers; None for one that is not in it."""
-    found = []
-    unit = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}.get(unit.lower().strip(" ."), unit)
-    for side in re.split(r"/|\bper\b", unit):
-        power = 1
-        for word in re.findall(r"[^\W\d_]+|\^\s*\{?\s*\d", side):
-            if word.lower() in ("square", "sq", "cubic", "cu"):
-                power = 2 if word.lower().startswith("s") else 3
-            elif word.startswith("^"):
-                found[-1:] = [(name, int(word[-1])) for name, _ in found[-1:]]
-            elif (name := _unit_name(word)) is not None:
-                found.append((name, power))
-            else:
-                return None
-    return tuple(found) or None
-
-
-def _units_differ(gold: str, answer: str) -> bool:
-    """Whether both are units of the table and not the same: 5 cm is not 5 m, and 5 apples may be 5 fruits."""
-    g, a = _unit_parts(gold) if gold else None, _unit_parts(answer) if answer else None
-    return g is not None and a is not None and g != a
-
-
 def _based(text: str) -> tuple[str, int] | None:
     """A number of another base: 1010_2."""
-    found = _BASED.fullmatch(_without_fonts(text))
-    digits, base = (found[1] or found[3], found[2] or found[4]) if found else ("", "")
+    match = _BASED.fullmatch(_without_fonts(text))
+    digits, base = (match[1] or match[3], match[2] or match[4]) if match else ("", "")
     if not digits or (not digits[0].isdigit() and len(digits) < 2):
         return None
     return digits.lstrip("0").upper() or "0", int(base)
 
 
-def _quantities_equal(gold: str, answer: str, ask: Ask) -> bool:
+def _quantities_equal(gold: str, answer: str, library: Library) -> bool:
     based = _based(gold), _based(answer)
     if any(based):
         one, other = (
-            found or (text.strip("() ").lstrip("0").upper(), 0) for found, text in zip(based, (gold, answer), strict=True)
+            match or (text.strip("() ").lstrip("0").upper(), 0) for match, text in zip(based, (gold, answer), strict=True)
         )
         return one[0] == other[0] and (one[1] == other[1] or 0 in (one[1], other[1]))
     g, a = _quantity(gold), _quantity(answer)
-    return not _units_differ(g.unit, a.unit) and _nodes_equal(g, a, answer, ask)
+    return not units_differ(g.unit, a.unit) and _nodes_equal(g, a, answer, library)
 
 
-def _nodes_equal(g: Quantity, a: Quantity, answer: str, ask: Ask) -> bool:
+def _nodes_equal(g: Quantity, a: Quantity, answer: str, library: Library) -> bool:
     left, right = g.node, a.node
     if left is not None and left.literal and (right is None or right.symbols) and (only := _only_number(answer)):
         a = _quantity(only)
         right = a.node
     if left is None or right is None:
-        return (left is None or not left.literal) and _asked(g.rest, a.rest, ask)
+        return (left is None or not left.literal) and _by_library(g.rest, a.rest, library)
     if left.literal:
         if right.kind == "factorial" and answer.endswith("!") and right.args[0].literal:
             right = right.args[0]  # an exclamation mark
@@ -607,7 +521,7 @@ def _nodes_equal(g: Quantity, a: Quantity, answer: str, ask: Ask) -> bool:
             return False
         if right.number is not None:
             return _numbers_equal(g, a, left, right)
-        return left.decimals >= 6 and _asked(g.rest, a.rest, ask)
+        return left.decimals >= 6 and _by_library(g.rest, a.rest, library)
     if not left.symbols:
         if right.symbols or (right.undone and not left.undone):
             return False
@@ -617,7 +531,7 @@ def _nodes_equal(g: Quantity, a: Quantity, answer: str, ask: Ask) -> bool:
         return False
     if left.tiny or right.tiny or (not left.symbols and left.key == right.key):
         return left.key == right.key
-    return _asked(g.rest, a.rest, ask)
+    return _by_library(g.rest, a.rest, library)
 
 
 def _only_number(text: str) -> str | None:
@@ -638,11 +552,11 @@ def _numbers_equal(g: Quantity, a: Quantity, left: Node, right: Node) -> bool:
     return numbers_equal(hundredth[0], right.number) if g.percent else numbers_equal(left.number, hundredth[1])
 
 
-def _asked(gold: str, answer: str, ask: Ask) -> bool:
+def _by_library(gold: str, answer: str, library: Library) -> bool:
     """math-verify's word, where our own rules say neither yes nor no; never on words, nor on work that is left undone."""
     if wordy(answer, gold) or (_UNDONE.search(answer) and not _UNDONE.search(gold) and not _LETTER.search(gold)):
         return False
-    return ask(gold, answer) == 1.0
+    return library(gold, answer) == 1.0
 
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?%?(?!\w)")
@@ -661,25 +575,22 @@ def restated(answer: str, gold: str, prompt: str) -> bool:
     >>> restated(r"\frac{48}{2}", "24", "What is 48/2?"), restated("24", "24", "Is it 24?")
     (True, False)
     """
-    text = clean(answer)
+    text, right = clean(answer), clean(gold)
     if len(text) > LONGEST_ANSWER:
         return False
-    sides, signs = _split(text, _RELATION)
-    for side in {text, *(sides if signs else ())} - {""}:
-        inner = parse(side)
-        if inner is not None and (inner.kind in ("number", "symbol", "negative") or inner.key == _key(clean(gold))):
-            continue
-        squeezed = _squeezed(side)
-        if len(squeezed) < 3 or squeezed == _squeezed(clean(gold)) or squeezed.isalpha():
-            continue
-        if side in (text, sides[-1]) and _stands_in(squeezed, _squeezed_prompt(prompt)):
-            return True
-    return False
-
-
-def _key(text: str) -> Any:
-    node = parse(text)
-    return None if node is None else node.key if node.value is None else ("written", text)
+    side = _labelled(text)[1]
+    node, other, squeezed = parse(side), parse(right), _squeezed(side)
+    if shape_of(side).kind not in ("scalar", "relation") or len(squeezed) < 3 or squeezed.isalpha() or squeezed == _squeezed(right):
+        return False
+    if node is not None and node.kind in ("number", "symbol", "negative"):
+        return False
+    if (
+        node is not None
+        and other is not None
+        and (node.key == other.key if node.value is None else node.literal and other.kind == node.kind)
+    ):
+        return False  # the gold's own form
+    return _stands_in(squeezed, _squeezed_prompt(prompt))
 
 
 def _stands_in(part: str, whole: str) -> bool:
@@ -699,5 +610,5 @@ def _squeezed_prompt(prompt: str) -> str:
 
 def _squeezed(text: str) -> str:
     text = re.sub(r"\}\s*\{", "/", text)
-    text = re.sub(r"\\(?:cdot|times)(?![A-Za-z])|\*\*?", lambda found: "^" if found.group() == "**" else "*", text)
-    return re.sub(r"\\(?:frac|div)(?![A-Za-z])|[\s(){}\[\]\\$]", lambda found: "/" if found.group() == r"\div" else "", text)
+    text = re.sub(r"\\(?:cdot|times)(?![A-Za-z])|\*\*?", lambda match: "^" if match.group() == "**" else "*", text)
+    return re.sub(r"\\(?:frac|div)(?![A-Za-z])|[\s(){}\[\]\\$]", lambda match: "/" if match.group() == r"\div" else "", text)
