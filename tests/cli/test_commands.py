@@ -316,6 +316,7 @@ def test_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["runs"]) == 2
     recipe = parse_stages(RECIPE, "r")["grpo"]
     for name in "abcd":
+        (folder / "runs" / name).mkdir(parents=True)
         with RunLog(folder / "runs" / name, recipe) as log:
             log.write(Step(number=1, metrics={"reward": 0.5}))
             if name == "b":

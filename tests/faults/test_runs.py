@@ -402,6 +402,7 @@ def test_a_card_that_was_edited_is_left_alone(finished_run: Callable, capsys: py
 @pytest.mark.fault("C16", "killed after the evaluation before step 1, run again", "step 0 stands once in the log")
 def test_c16_no_step_stands_twice(recipe: Callable) -> None:
     path = recipe("r", steps=2, eval={"k": 2, "at_start": True})
+    Path("runs/r").mkdir(parents=True)
     log = RunLog(Path("runs/r"), load_recipe(path))
     log.write(Step(number=0, metrics={}, evaluation={"greedy": 0.0}))  # and then it was killed
     log.close()
@@ -799,6 +800,7 @@ def test_changed_inputs_are_accepted_before_the_first_checkpoint(recipe: Callabl
     """What was taken without being saved is taken again: nothing is mixed."""
     (tmp_path / "p.jsonl").write_text(pairs(8))
     path = recipe("r", data={"path": "p.jsonl", "task": None}, group={"prompts_per_step": 2, "group_size": 2}, steps=1)
+    Path("runs/r").mkdir(parents=True)
     log = RunLog(Path("runs/r"), load_recipe(path))
     log.close()
     (tmp_path / "p.jsonl").write_text(pairs(8, "-"))

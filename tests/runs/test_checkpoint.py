@@ -310,6 +310,7 @@ def test_x1_pickle_bombs_are_not_run(tmp_path: Path, file: str, monkeypatch: pyt
 
 def test_policy_folder_understands_what_people_point_at(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    run.mkdir()
     path = save(run, 3, policy_writer=write_policy, state=some_state())
     assert policy_folder(run) == path / "policy"
     assert policy_folder(path) == path / "policy"

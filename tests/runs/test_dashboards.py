@@ -66,6 +66,7 @@ def make_step(number: int) -> Step:
 
 
 def written(folder: Path, recipe: Recipe, numbers: range, done: int = 0, finish: bool = False) -> None:
+    folder.mkdir(parents=True, exist_ok=True)  # as the lock does
     with RunLog(folder, recipe, done=done) as log:
         for number in numbers:
             log.write(make_step(number))

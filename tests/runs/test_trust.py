@@ -34,6 +34,7 @@ def theirs(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytes
         recipe = load_recipe(write_recipe(tmp_path, "theirs", **{name: changes[name] for name in changes if name != "late"}))
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path / "another user"))
+            folder.mkdir(parents=True, exist_ok=True)
             with RunLog(folder, recipe) as log:
                 log.finish(0)
             config = yaml.safe_load((folder / "config.yaml").read_text())
