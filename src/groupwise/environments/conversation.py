@@ -50,7 +50,7 @@ class Conversation(Protocol):
         ...
 
     def close(self, finish: Finish) -> Episode:
-        """End the episode and close its environment; the record of what happened in it.
+        """End the episode and close its environment; the record of what happened in it, without branches: who draws knows them.
 
         finish: why it is over: the conversation's own reason, or LENGTH where there is no room for a reply.  Called once for every
         conversation that was begun, also when sampling is interrupted."""

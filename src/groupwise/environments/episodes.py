@@ -33,7 +33,7 @@ from groupwise.environments.threads import Threads
 from groupwise.environments.tool_calls import BrokenCall, Call, CallForm, Said, form_of, read_turn, split_thinking
 from groupwise.environments.workers import error_text
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
-from groupwise.records import Branch, Episode, Finish, Prompt, ToolCall, Turn
+from groupwise.records import Episode, Finish, Prompt, ToolCall, Turn
 from groupwise.utils.spelling import nearest
 from groupwise.utils.terminal import logger
 
@@ -144,7 +144,6 @@ class Talk:
         self._turns: list[Turn] = []
         self._messages: list[Mapping[str, Any]] = []
         """What was said behind the prompt."""
-        self._branches: list[Branch] = []
         self._rewards: list[float] = []
         self._ended: Ended | None = None
         self._failed = False
@@ -177,7 +176,6 @@ class Talk:
         return Episode(
             turns=tuple(self._turns),
             messages=tuple(self._messages),
-            branches=tuple(branch for branch in self._branches if any(turn.begin >= branch.begin for turn in self._turns)),
             reward=reward,
             environment=self._kind.name or (self._kind.title if self._kind.resets else ""),
             state=ended.state,
@@ -215,7 +213,6 @@ class Talk:
                 context = cut_left(context, self._prompt.tokens.size, template.bos_id)
             if not np.array_equal(context, self._context):
                 self._context = context
-                self._branches.append(Branch(begin=0, context=context))
                 return Reply(NOTHING, context=context)
         return Reply(NOTHING)
 
@@ -293,7 +290,6 @@ class Talk:
             self._length += suffix.tokens.size
             return Reply(suffix.tokens)
         self._context, self._shown = context
-        self._branches.append(Branch(begin=self._length, context=self._context))
         return Reply(NOTHING, context=self._context)
 
     def _rewritten(self, stream: np.ndarray) -> tuple[np.ndarray, str] | None:

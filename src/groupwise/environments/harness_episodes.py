@@ -28,7 +28,7 @@ from groupwise.environments.harness import Errand, Harness
 from groupwise.environments.requests import Asked, ChatRequest, Refused, SampledTokens
 from groupwise.environments.tool_calls import Call
 from groupwise.errors import EnvironmentFailure
-from groupwise.records import Branch, Episode, Finish, Prompt, Sampling, ToolCall, Trace, Turn
+from groupwise.records import Episode, Finish, Prompt, Sampling, ToolCall, Trace, Turn
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import logger
 
@@ -219,7 +219,6 @@ class Captured:
         self._length = 0
         """Tokens of the completion."""
         self._turns: list[_Turn] = []
-        self._branches: list[Branch] = []
         self._messages: tuple[Mapping[str, Any], ...] = ()
         self._over: Finish | None = None
         self._reward: float | None = None
@@ -278,7 +277,6 @@ class Captured:
             return Episode(
                 turns=tuple(turn.record() for turn in self._turns),
                 messages=self._messages,
-                branches=tuple(branch for branch in self._branches if branch.begin < self._length),
                 reward=self._reward,
                 environment=self.world.name,
                 traces=self._traces(),
@@ -439,8 +437,6 @@ class Captured:
         self._hear(request, new)
         self._length += new.size
         self._stream = context
-        if not follows:
-            self._branches.append(Branch(begin=self._length, context=context))
         limit = request.asked.max_tokens
         return Reply(new, context=None if follows else context, limit=limit if limit is not None and limit < room else None)
 

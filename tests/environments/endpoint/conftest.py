@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.environments.chat_tokens import Speech
 from groupwise.environments.harness import FunctionHarness
 from groupwise.environments.harness_episodes import CapturedWorld, Limits
-from groupwise.records import Episode, Finish, Prompt, Sampling
+from groupwise.records import Branch, Episode, Finish, Prompt, Sampling
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
@@ -53,12 +53,13 @@ def play(world, prompt: Prompt, script: Callable[[int], tuple[Sequence[int], Fin
     """Hold a conversation: turn k is `script(k)`; its tokens have the log-probs -0.5, -1.5, ... by their place in the turn."""
     conversation = world.begin(prompt, index, seed=7)
     behind, tokens, trained = list(map(int, prompt.tokens)), [], []
-    sampled, contexts, limits = [], [], []
+    sampled, contexts, limits, branches = [], [], [], []
     reply = conversation.open().result(WAIT)
     while reply.finish is None:
         tokens += map(int, reply.tokens)
         trained += [False] * reply.tokens.size
         behind = behind + list(map(int, reply.tokens)) if reply.context is None else list(map(int, reply.context))
+        branches += [] if reply.context is None else [Branch(begin=len(tokens), context=reply.context)]
         turn, finish = script(len(sampled))
         contexts.append(behind)
         limits.append(reply.limit)
@@ -66,7 +67,7 @@ def play(world, prompt: Prompt, script: Callable[[int], tuple[Sequence[int], Fin
         tokens, trained, behind = tokens + list(turn), trained + [True] * len(turn), behind + list(turn)
         logp = [-0.5 - place for place in range(len(turn))]
         reply = conversation.answer(turn, finish, logp=logp, version=3).result(WAIT)
-    episode = conversation.close(reply.finish)
+    episode = replace(conversation.close(reply.finish), branches=tuple(branches))
     return Played(tokens, trained, reply.finish, episode, sampled, contexts, limits)
 
 

@@ -536,9 +536,9 @@ def test_a_secret_of_a_harness_is_in_no_plan_and_no_record(worlds, says, a_promp
     shown = str(world_lines(unmade({"harness": command}), None))
     assert "agent.py --api-key [redacted]" in shown and key not in shown
     file = tmp_path / "agent.py"
-    file.write_text(PROGRAM + "import sys; sys.exit(f'the key {sys.argv[2]} is refused')")
+    file.write_text(PROGRAM + "import sys; sys.exit(f'api_key={sys.argv[2]} is refused')")
     played = play(worlds(ProgramHarness([sys.executable, str(file), "--api-key", key])), a_prompt, says("5"))
-    assert "the key [redacted] is refused" in played.episode.turns[-1].answer
+    assert "api_key=[redacted] is refused" in played.episode.turns[-1].answer
     assert "GROUPWISE_TOKEN" in str(world_lines(unmade({"harness": "outside"}), None))
     monkeypatch.setenv("GROUPWISE_TOKEN", "sesame-1234")
     assert "GROUPWISE_TOKEN" not in str(world_lines(unmade({"harness": "outside"}), None))
