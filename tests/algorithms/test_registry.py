@@ -12,10 +12,11 @@ import torch
 
 from groupwise.algorithms import advantages, kl_estimators, loss_weights, losses, registry
 from groupwise.algorithms.losses import Terms
+from groupwise.algorithms.parts import fact
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.config import settings
 from groupwise.config.settings import GroupSettings
-from groupwise.config.validation import DIVERGING, MIXED
+from groupwise.config.validation import COMPARES_SIBLINGS, DIVERGING, MIXED, REWARDLESS
 from groupwise.errors import ConfigError
 
 
@@ -87,6 +88,9 @@ def test_dapo_resamples_dead_groups_and_masks_truncated_completions():
     assert tuple(name for name, row in ALGORITHMS.items() if not row.needs_reward) == settings.TAUGHT
     assert tuple(name for name, row in ALGORITHMS.items() if row.mix) == MIXED
     assert tuple(name for name, row in ALGORITHMS.items() if row.divergence is not None) == DIVERGING
+    credits = PARTS["credit"].items()
+    assert tuple(name for name, part in credits if not fact(part, "needs_reward")) == REWARDLESS
+    assert {name for name, part in credits if fact(part, "compares_siblings")} == set(COMPARES_SIBLINGS)
 
 
 def test_token_level_is_what_a_fused_head_may_use():

@@ -136,6 +136,22 @@ def test_rewards_that_an_environment_brings_can_retire_prompts(tmp_path: Path, m
         assert one(text % task + f"environment: {environment}\n").data.retire == 2
 
 
+NO_REWARD = GOOD.replace("rewards:\n- function: accuracy\n- {function: think_format, weight: 0.5}\n", "")
+
+
+def test_a_rule_about_a_preset_gives_way_to_the_part_that_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    taught = "group: {credit: reverse_kl}\nteacher: {ema: 0.5}\n"
+    assert one(NO_REWARD + taught).rewards == ()
+    assert one(NO_REWARD + taught.replace("reverse_kl", "mine.py:credit")).rewards == ()
+    distilled = NO_REWARD.replace("objective: grpo", "objective: distill") + "group: {credit: standardized}\nteacher: {ema: 0.5}\n"
+    assert "rewards is missing: 'distill' needs at least one" in refused(distilled)[0]
+    for own in ("group.kl=k1", "group.reference_refresh=2"):  # a row of the user's may have a beta of its own
+        assert one(GOOD, "objective=mine.py:ROW", own).objective == "mine.py:ROW"
+        assert "group.beta 0" in refused(GOOD, "objective=mine.py:ROW", own, "group.beta=0")[0]
+
+
 @pytest.mark.parametrize("given", ["group.surrogate.high=0.5", "group.surrogate={high: 0.5}"])
 def test_keywords_alone_change_the_presets_own_part(given: str) -> None:
     """As `groupwise replay --set` takes them."""

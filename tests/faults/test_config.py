@@ -272,6 +272,17 @@ def test_a_mistake_in_a_part_stands_where_the_part_stands(recipe: Callable, caps
         assert where in capsys.readouterr().err
 
 
+def test_what_a_part_of_ones_own_reads_decides_about_critic_and_teacher(recipe: Callable) -> None:
+    Path("mine.py").write_text(
+        f"{OWN_CODE}\nfrom groupwise.algorithms.advantages import reverse_kl\ndef taught(groups):\n    return reverse_kl(groups)\n"
+        "taught.reads = ('teacher_logp',)\n"
+    )
+    unread = {"teacher": {"ema": 0.5}, "critic": {"lr": 1e-3}}
+    assert main(["train", str(recipe("taught", group={"credit": "mine.py:taught"}, teacher={"ema": 0.5})), "--dry-run"]) == 0
+    with pytest.raises(ConfigError, match=r"(?s)critic: nothing that is learnt from.*teacher: nothing that is learnt from"):
+        next(iter(train(load_recipe(recipe("rank", group={"credit": "mine.py:rank"}, **unread)))))
+
+
 def test_a_presets_own_refill_takes_a_filter(recipe: Callable) -> None:
     Path("mine.py").write_text(OWN_CODE)
     filtered = {"group": {"filter": "mine.py:wordy"}}

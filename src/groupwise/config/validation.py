@@ -24,7 +24,6 @@ from groupwise.config.settings import (
     ALONE,
     DATASET,
     OBJECTIVES,
-    ONLINE,
     PART_OPTIONS,
     PARTS,
     REWARDS,
@@ -50,6 +49,9 @@ STAGE = "stage:"
 
 COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled", "maxrl")
 """Credits that need at least two completions per prompt."""
+
+REWARDLESS = ("reverse_kl", "nothing")
+"""Credits that never look at a reward (a test asks the table)."""
 
 MIXED = ("minillm",)
 """Presets whose completions a teacher helps to sample (a test asks the table)."""
@@ -322,7 +324,10 @@ def _scored(recipe: Recipe) -> bool:
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    if recipe.objective in ONLINE and recipe.objective not in TAUGHT and not _scored(recipe):
+    credit = _named(recipe.group.credit)
+    unknown = ":" in recipe.objective or ":" in (credit or "")
+    needed = recipe.objective not in TAUGHT if credit is None else credit not in REWARDLESS
+    if is_online(recipe.objective) and needed and not unknown and not _scored(recipe):
         yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
@@ -453,8 +458,9 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         why = f"for {recipe.objective!r} (its advantages compare siblings)"
         message = f"group.group_size must be at least 2 {why}, got {group.group_size}"
         yield ("group.group_size",), message
-    # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table).
-    if not group.beta and group.reference_refresh:
+    # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table); a row of the user's may have one.
+    without = not group.beta and (group.beta is not None or ":" not in recipe.objective)
+    if without and group.reference_refresh:
         message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
         yield ("group.reference_refresh", "group.beta"), message
     if recipe.model.dtype == "bfloat16" and group.reference_refresh and group.reference_mix < SEEN_BY_BFLOAT16:
@@ -463,7 +469,7 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
             f"would stay as it is: set model.dtype: autocast, or a mix of at least {SEEN_BY_BFLOAT16}"
         )
         yield ("group.reference_mix", "model.dtype"), message
-    if not group.beta and group.kl is not None:
+    if without and group.kl is not None:
         yield ("group.kl", "group.beta"), f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
 
 
@@ -507,14 +513,9 @@ def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     teacher, group = recipe.teacher, recipe.group
     credit = _named(group.credit)
-    asked = (
-        recipe.objective in TAUGHT
-        or ":" in recipe.objective
-        or group.divergence is not None
-        or credit == "reverse_kl"
-        or bool(group.mix)
-    )
-    if not is_online(recipe.objective) or not asked:
+    own = ":" in recipe.objective or ":" in (credit or "")
+    named = recipe.objective in TAUGHT or group.divergence is not None or credit == "reverse_kl" or bool(group.mix)
+    if not is_online(recipe.objective) or not (own or named):
         if teacher != TeacherSettings():
             yield ("teacher",), f"teacher is for those that learn from one: {', '.join(TAUGHT)}, or group.divergence"
         return
@@ -523,7 +524,7 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     if teacher.path is not None and teacher.ema:
         yield ("teacher.ema", "teacher.path"), "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
     yield from _served(recipe)
-    if not (teacher.path or teacher.servers or teacher.ema or teacher.hint is not None) and ":" not in recipe.objective:
+    if not (teacher.path or teacher.servers or teacher.ema or teacher.hint is not None) and not own:
         message = (
             "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
         )

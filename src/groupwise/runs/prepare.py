@@ -18,7 +18,15 @@ import torch
 from groupwise.algorithms.registry import Algorithm, describe, resolve
 from groupwise.config.engines import engine_traits
 from groupwise.config.recipes import demand_values
-from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
+from groupwise.config.settings import (
+    CriticSettings,
+    ModelSettings,
+    Recipe,
+    RolloutSettings,
+    TeacherSettings,
+    is_online,
+    positions_of,
+)
 from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.prompts import prompt_limit
@@ -182,6 +190,13 @@ class Prepared:
         algorithm, prompts, lines = None, None, []
         with wrong.of("objective"):
             algorithm = sampled_elsewhere(resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens), recipe.rollout)
+        for section, plain, needed in (
+            ("critic", CriticSettings(), algorithm is None or algorithm.needs_value),
+            ("teacher", TeacherSettings(), algorithm is None or algorithm.needs_teacher),
+        ):
+            with wrong.of(section):
+                if not needed and getattr(recipe, section) != plain:
+                    raise ConfigError(f"{section}: nothing that is learnt from reads one: leave the section out")
         with wrong.of(_data_key(recipe)):
             prompts = _prompts(_with_room(recipe, blueprint, wrong), blueprint, tools_of(source))
         if prompts is not None:
