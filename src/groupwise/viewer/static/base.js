@@ -54,7 +54,10 @@ function bytes(value) {
   return `${fmt(value / 1000 ** power)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
 }
 
-const percent = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(value && Math.abs(value) < 0.1 ? 1 : 0).replace("-", "−") + " %");
+const percent = (value) =>
+  value === null || value === undefined
+    ? "–"
+    : (100 * value).toFixed(value && Math.abs(value) < 0.1 ? 1 : 0).replace("-", "−") + " %";
 const many = (count, word, plural) => `${count.toLocaleString("en")} ${count === 1 ? word : plural || word + "s"}`;
 
 function duration(seconds) {
@@ -65,7 +68,8 @@ function duration(seconds) {
 }
 
 // Characters that move, hide or rewrite text: controls, marks that turn the direction of writing, and those without a width.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|\udb40[\udc00-\udfff]/g;
+const HIDDEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|\udb40[\udc00-\udfff]/g;
 
 /** Text as nodes, what cannot be seen as a small label with its code point; `blanks`: also spaces, tabs and ends of lines. */
 function visible(text, blanks) {
@@ -79,8 +83,15 @@ function visible(text, blanks) {
     plain(text.slice(begin, match.index));
     begin = match.index + match[0].length;
     const code = match[0].codePointAt(0);
-    const label = code < 32 ? String.fromCharCode(0x2400 + code) : code === 127 ? "␡" : "U+" + code.toString(16).toUpperCase().padStart(4, "0");
-    found.push(h("span", { class: "hidden-character", title: "U+" + code.toString(16).toUpperCase().padStart(4, "0"), text: label }));
+    const label =
+      code < 32
+        ? String.fromCharCode(0x2400 + code)
+        : code === 127
+          ? "␡"
+          : "U+" + code.toString(16).toUpperCase().padStart(4, "0");
+    found.push(
+      h("span", { class: "hidden-character", title: "U+" + code.toString(16).toUpperCase().padStart(4, "0"), text: label }),
+    );
   }
   plain(text.slice(begin));
   return found;
@@ -90,7 +101,8 @@ function visible(text, blanks) {
 function marked(text, wanted) {
   if (!wanted) return visible(text);
   const found = [];
-  const low = text.toLowerCase(), key = wanted.toLowerCase();
+  const low = text.toLowerCase(),
+    key = wanted.toLowerCase();
   let begin = 0;
   for (let at = low.indexOf(key); at >= 0; at = low.indexOf(key, at + key.length)) {
     found.push(...visible(text.slice(begin, at)), h("mark", {}, ...visible(text.slice(at, at + key.length))));
@@ -110,14 +122,17 @@ function readAddress() {
 }
 
 function addressOf(place) {
-  const kept = Object.entries(place).filter(([key, value]) => value !== "" && value !== null && value !== undefined && !(key === "view" && value === "groups"));
+  const kept = Object.entries(place).filter(
+    ([key, value]) => value !== "" && value !== null && value !== undefined && !(key === "view" && value === "groups"),
+  );
   return "#" + new URLSearchParams(kept).toString();
 }
 
 /** Go to a place: what is named changes, null takes away, the rest stays.  `quiet`: no new entry in the browser's history. */
 function go(changes, quiet) {
   const place = { ...here, ...changes };
-  for (const key of Object.keys(place)) if (place[key] === null || place[key] === undefined || place[key] === "") delete place[key];
+  for (const key of Object.keys(place))
+    if (place[key] === null || place[key] === undefined || place[key] === "") delete place[key];
   const address = addressOf(place);
   if (address === addressOf(here)) return;
   if (quiet) history.replaceState(null, "", address);
@@ -143,8 +158,17 @@ const cache = new Map();
 const KEPT = 120;
 
 function keyOf(name, parameters) {
-  const known = Object.keys(parameters).filter((key) => parameters[key] !== "" && parameters[key] !== null && parameters[key] !== undefined);
-  return name + "?" + known.sort().map((key) => `${key}=${parameters[key]}`).join("&");
+  const known = Object.keys(parameters).filter(
+    (key) => parameters[key] !== "" && parameters[key] !== null && parameters[key] !== undefined,
+  );
+  return (
+    name +
+    "?" +
+    known
+      .sort()
+      .map((key) => `${key}=${parameters[key]}`)
+      .join("&")
+  );
 }
 
 /** The answer of an address; from memory where it cannot have changed (`fresh`: ask again). */
@@ -202,9 +226,17 @@ function toast(text) {
 /** What is remembered in this browser, and only there. */
 const remembered = {
   get(key) {
-    try { return localStorage.getItem("groupwise." + key); } catch { return null; }
+    try {
+      return localStorage.getItem("groupwise." + key);
+    } catch {
+      return null;
+    }
   },
   set(key, value) {
-    try { localStorage.setItem("groupwise." + key, value); } catch { /* a page from a file may have no storage */ }
+    try {
+      localStorage.setItem("groupwise." + key, value);
+    } catch {
+      /* a page from a file may have no storage */
+    }
   },
 };

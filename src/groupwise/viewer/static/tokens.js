@@ -12,27 +12,95 @@ const HUES = {
 
 /** The quantities by key 1 to 9; the last two once a step is replayed: what they are called, what they say, how they are coloured. */
 const QUANTITIES = [
-  { id: "push", label: "Push", unit: "advantage × ratio", low: "less likely", high: "more likely", signed: true,
-    says: "What the update did to each token: advantage × ratio. Blue: made more likely, orange: less likely, hatched: clipped, its gradient was cut." },
-  { id: "logp", label: "Log-prob", unit: "nats", low: "surprising", high: "certain", hue: "violet", inverse: true,
-    says: "How likely the policy found the token before the update. The stronger the colour, the greater the surprise." },
-  { id: "entropy", label: "Entropy", unit: "nats", low: "certain", high: "open", hue: "teal",
-    says: "How open the choice was at this token. The stronger the colour, the more else it could have said." },
-  { id: "kl", label: "KL", unit: "nats, policy − reference", low: "reference likes it more", high: "policy likes it more", signed: true,
-    says: "Log-prob under the policy minus that under the reference: where the policy has moved." },
-  { id: "mismatch", label: "Mismatch", unit: "nats, trainer − sampler", low: "sampler higher", high: "trainer higher", signed: true,
-    says: "Log-prob by the trainer minus that by the sampler, of the same token. Only rounding, unless something is wrong." },
-  { id: "gradient", label: "Gradient", unit: "share of the group", low: "none", high: "much", hue: "pink", share: true,
-    says: "Share of the group's gradient that comes from this token: |d loss / d log-prob| at the step's last update." },
-  { id: "version", label: "Version", unit: "optimizer steps", low: "older", high: "newer", hue: "sand",
-    says: "The version of the weights that drew the token." },
-  { id: "replay", label: "Replay", unit: "share of the group", low: "less likely", high: "more likely", signed: true, share: true,
-    says: "What the replayed update pushes, by the ratios of the step's last pass: minus the loss's gradient by each log-prob, as a share of the group's sum, KL included." },
-  { id: "change", label: "Change", unit: "share of the group", low: "pushed down more", high: "pushed up more", signed: true, share: true,
-    says: "The replayed push less the one that the run made." },
+  {
+    id: "push",
+    label: "Push",
+    unit: "advantage × ratio",
+    low: "less likely",
+    high: "more likely",
+    signed: true,
+    says: "What the update did to each token: advantage × ratio. Blue: made more likely, orange: less likely, hatched: clipped, its gradient was cut.",
+  },
+  {
+    id: "logp",
+    label: "Log-prob",
+    unit: "nats",
+    low: "surprising",
+    high: "certain",
+    hue: "violet",
+    inverse: true,
+    says: "How likely the policy found the token before the update. The stronger the colour, the greater the surprise.",
+  },
+  {
+    id: "entropy",
+    label: "Entropy",
+    unit: "nats",
+    low: "certain",
+    high: "open",
+    hue: "teal",
+    says: "How open the choice was at this token. The stronger the colour, the more else it could have said.",
+  },
+  {
+    id: "kl",
+    label: "KL",
+    unit: "nats, policy − reference",
+    low: "reference likes it more",
+    high: "policy likes it more",
+    signed: true,
+    says: "Log-prob under the policy minus that under the reference: where the policy has moved.",
+  },
+  {
+    id: "mismatch",
+    label: "Mismatch",
+    unit: "nats, trainer − sampler",
+    low: "sampler higher",
+    high: "trainer higher",
+    signed: true,
+    says: "Log-prob by the trainer minus that by the sampler, of the same token. Only rounding, unless something is wrong.",
+  },
+  {
+    id: "gradient",
+    label: "Gradient",
+    unit: "share of the group",
+    low: "none",
+    high: "much",
+    hue: "pink",
+    share: true,
+    says: "Share of the group's gradient that comes from this token: |d loss / d log-prob| at the step's last update.",
+  },
+  {
+    id: "version",
+    label: "Version",
+    unit: "optimizer steps",
+    low: "older",
+    high: "newer",
+    hue: "sand",
+    says: "The version of the weights that drew the token.",
+  },
+  {
+    id: "replay",
+    label: "Replay",
+    unit: "share of the group",
+    low: "less likely",
+    high: "more likely",
+    signed: true,
+    share: true,
+    says: "What the replayed update pushes, by the ratios of the step's last pass: minus the loss's gradient by each log-prob, as a share of the group's sum, KL included.",
+  },
+  {
+    id: "change",
+    label: "Change",
+    unit: "share of the group",
+    low: "pushed down more",
+    high: "pushed up more",
+    signed: true,
+    share: true,
+    says: "The replayed push less the one that the run made.",
+  },
 ];
 
-const theme = () => document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+const theme = () =>
+  document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 
 /** [hue, strength 0..1] of a value on a scale. */
 function tint(quantity, value, [low, high]) {
@@ -54,11 +122,18 @@ function scaleBar(quantity, [low, high]) {
   const stops = [];
   for (let i = 0; i <= 12; i++) stops.push(colour(tint(quantity, low + ((high - low) * i) / 12, [low, high])) || "transparent");
   const show = (value) => (quantity.share ? percent(value) : fmt(value, quantity.signed));
-  return h("div", { class: "scale", role: "img", "aria-label": `scale of ${quantity.label}: from ${show(low)} (${quantity.low}) to ${show(high)} (${quantity.high}), ${quantity.unit}` },
+  return h(
+    "div",
+    {
+      class: "scale",
+      role: "img",
+      "aria-label": `scale of ${quantity.label}: from ${show(low)} (${quantity.low}) to ${show(high)} (${quantity.high}), ${quantity.unit}`,
+    },
     h("span", { class: "end", text: show(low) }),
     h("span", { class: "bar", style: { "background-image": `linear-gradient(90deg, ${stops.join(",")})` } }),
     h("span", { class: "end", text: show(high) }),
-    h("span", { class: "unit", text: quantity.unit }));
+    h("span", { class: "unit", text: quantity.unit }),
+  );
 }
 
 const FIRST = 280;
@@ -69,12 +144,19 @@ class Card {
   constructor(completion, context) {
     this.completion = completion;
     // A report says a number that is the same for all tokens once.
-    for (const [name, values] of Object.entries(completion.columns || {})) if (values.length === 1) completion.columns[name] = Array(completion.tokens.length).fill(values[0]);
+    for (const [name, values] of Object.entries(completion.columns || {}))
+      if (values.length === 1) completion.columns[name] = Array(completion.tokens.length).fill(values[0]);
     this.context = context;
     this.shown = 0;
     this.spans = [];
     this.at = -1;
-    this.text = h("div", { class: "text", tabindex: 0, role: "group", "aria-label": `text of completion ${completion.index}; arrow keys go from token to token`, dir: "auto" });
+    this.text = h("div", {
+      class: "text",
+      tabindex: 0,
+      role: "group",
+      "aria-label": `text of completion ${completion.index}; arrow keys go from token to token`,
+      dir: "auto",
+    });
     this.text.addEventListener("keydown", (event) => this.walk(event));
     this.text.addEventListener("scroll", () => this.nearEnd() && this.grow());
     this.text.addEventListener("mousemove", (event) => this.point(event));
@@ -88,7 +170,8 @@ class Card {
   frame() {
     const { completion, context } = this;
     const rewards = context.rewards.filter((value) => value !== null);
-    const low = Math.min(...rewards, 0), high = Math.max(...rewards, 1e-9);
+    const low = Math.min(...rewards, 0),
+      high = Math.max(...rewards, 1e-9);
     const share = completion.reward === null ? 0 : (completion.reward - low) / Math.max(high - low, 1e-9);
     const cut = /length|truncat|max/i.test(completion.finish);
     const ended = ENDINGS[completion.finish] || (cut ? "cut off" : completion.finish);
@@ -97,23 +180,55 @@ class Card {
     const world = turns.reduce((sum, turn) => sum + (turn.seconds || 0), 0);
     const advantage = completion.advantage;
     const facts = [
-      advantage !== null && h("span", { class: advantage > 0 ? "fact up" : advantage < 0 ? "fact down" : "fact", title: "advantage: how far above its siblings' its reward is", text: `advantage ${fmt(advantage, true)}` }),
+      advantage !== null &&
+        h("span", {
+          class: advantage > 0 ? "fact up" : advantage < 0 ? "fact down" : "fact",
+          title: "advantage: how far above its siblings' its reward is",
+          text: `advantage ${fmt(advantage, true)}`,
+        }),
       h("span", { class: "fact", text: many(completion.length, completion.unit.slice(0, -1)) }),
       completion.finish && h("span", { class: warned ? "fact warn" : "fact", text: ended }),
       turns.length > 0 && h("span", { class: "fact", text: many(turns.length, "turn") }),
       world > 0 && h("span", { class: "fact", title: "seconds that the world took to answer", text: `world ${fmt(world)} s` }),
     ];
     const functions = Object.entries(completion.rewards);
-    const parts = functions.length > 1 ? h("div", { class: "functions" }, functions.map(([name, value]) => h("span", { class: "chip" }, h("i", { text: name }), fmt(value)))) : null;
+    const parts =
+      functions.length > 1
+        ? h(
+            "div",
+            { class: "functions" },
+            functions.map(([name, value]) => h("span", { class: "chip" }, h("i", { text: name }), fmt(value))),
+          )
+        : null;
     const place = addressOf({ ...here, c: completion.index });
-    return h("article", { class: "card", id: `c${context.side || ""}${completion.index}`, data: { index: completion.index }, "aria-label": `completion ${completion.index}, reward ${fmt(completion.reward)}` },
-      h("header", {},
-        h("div", { class: "reward-line" },
+    return h(
+      "article",
+      {
+        class: "card",
+        id: `c${context.side || ""}${completion.index}`,
+        data: { index: completion.index },
+        "aria-label": `completion ${completion.index}, reward ${fmt(completion.reward)}`,
+      },
+      h(
+        "header",
+        {},
+        h(
+          "div",
+          { class: "reward-line" },
           h("span", { class: "reward", text: fmt(completion.reward) }),
           h("span", { class: "meter", "aria-hidden": "true" }, h("span", { style: { width: `${100 * share}%` } })),
-          h("a", { class: "number", href: place, title: completion.same === undefined ? "link to this completion" : `word for word the same as #${completion.same}`, text: completion.same === undefined ? `#${completion.index}` : `#${completion.index} = #${completion.same}` })),
-        h("div", { class: "facts" }, facts), parts),
-      completion.messages ? conversation(completion.messages) : this.text);
+          h("a", {
+            class: "number",
+            href: place,
+            title: completion.same === undefined ? "link to this completion" : `word for word the same as #${completion.same}`,
+            text: completion.same === undefined ? `#${completion.index}` : `#${completion.index} = #${completion.same}`,
+          }),
+        ),
+        h("div", { class: "facts" }, facts),
+        parts,
+      ),
+      completion.messages ? conversation(completion.messages) : this.text,
+    );
   }
 
   nearEnd() {
@@ -131,16 +246,23 @@ class Card {
       this.shown = completion.text.length;
     } else {
       const end = Math.min(this.shown + count, completion.tokens.length);
-      const special = new Set(completion.special), untrained = new Set(completion.untrained);
+      const special = new Set(completion.special),
+        untrained = new Set(completion.untrained);
       const fresh = document.createDocumentFragment();
-      for (let i = this.shown; i < end; i++) (this.places ? placeOf(this.places, i) : fresh).append(this.span(i, special.has(i), untrained.has(i)));
+      for (let i = this.shown; i < end; i++)
+        (this.places ? placeOf(this.places, i) : fresh).append(this.span(i, special.has(i), untrained.has(i)));
       this.text.append(fresh);
       this.shown = end;
       this.paint();
     }
     if (this.shown < completion.length) {
       const rest = completion.length - this.shown;
-      this.note = h("button", { class: "more", type: "button", text: `${many(rest, completion.unit.slice(0, -1))} more`, onclick: () => this.grow() });
+      this.note = h("button", {
+        class: "more",
+        type: "button",
+        text: `${many(rest, completion.unit.slice(0, -1))} more`,
+        onclick: () => this.grow(),
+      });
       this.text.append(this.note);
       if (this.shown >= (completion.tokens ? completion.tokens.length : completion.text.length)) await this.fetchMore();
     }
@@ -195,8 +317,11 @@ class Card {
     const scale = quantity && this.context.scales[quantity.id];
     const values = scale && this.completion.columns?.[quantity.id];
     this.element.classList.toggle("shows-clipped", quantity?.id === "push" || quantity?.id === "gradient");
-    const pushes = ["push", "gradient", "replay", "change"].includes(quantity?.id);  // nothing pushes what the policy did not write
-    this.spans.forEach((span, i) => { span.style.backgroundColor = values && !(pushes && span.classList.contains("untrained")) ? colour(tint(quantity, values[i], scale)) : ""; });
+    const pushes = ["push", "gradient", "replay", "change"].includes(quantity?.id); // nothing pushes what the policy did not write
+    this.spans.forEach((span, i) => {
+      span.style.backgroundColor =
+        values && !(pushes && span.classList.contains("untrained")) ? colour(tint(quantity, values[i], scale)) : "";
+    });
   }
 
   point(event) {
@@ -230,23 +355,51 @@ class Card {
   }
 }
 
-const ENDINGS = { eos: "ended", stop: "stop string", tool_calls: "called tools", done: "the world ended it", turns: "too many turns", deadline: "out of time", error: "the world failed" };
-const OPEN_TURNS = 3, LONG_ANSWER = 300;
+const ENDINGS = {
+  eos: "ended",
+  stop: "stop string",
+  tool_calls: "called tools",
+  done: "the world ended it",
+  turns: "too many turns",
+  deadline: "out of time",
+  error: "the world failed",
+};
+const OPEN_TURNS = 3,
+  LONG_ANSWER = 300;
 
 /** An episode's turns as folds in `text`; returns where its tokens go: [first token, element], ascending. */
 function episodeOf(completion, text) {
   const { turns, branches } = completion.episode;
   const places = [];
   const slowest = Math.max(...turns.map((turn) => turn.seconds || 0), 1e-9);
-  const splits = (begin, end) => branches.filter((one) => one.begin >= begin && one.begin < end).map((one) =>
-    h("span", { class: "fact warn", title: "from here on the tokens were drawn behind other ids than those before them: the chat template rewrote the past, or the world began otherwise", text: `split: drawn behind ${many(one.context, "token")} of its own` }));
+  const splits = (begin, end) =>
+    branches
+      .filter((one) => one.begin >= begin && one.begin < end)
+      .map((one) =>
+        h("span", {
+          class: "fact warn",
+          title:
+            "from here on the tokens were drawn behind other ids than those before them: the chat template rewrote the past, or the world began otherwise",
+          text: `split: drawn behind ${many(one.context, "token")} of its own`,
+        }),
+      );
   const observed = (begin, end, turn) => {
     if (end <= begin && !turn?.answer) return null;
     const said = h("div", { class: "said", dir: "auto" });
     if (end > begin) places.push([begin, said]);
     else said.append(...visible(turn.answer));
-    return h("details", { class: "turn observed", open: end - begin <= LONG_ANSWER },
-      h("summary", {}, h("b", { text: turn ? "answer" : "opening" }), h("span", { text: end > begin ? many(end - begin, "token") : "not read by the policy" }), turn?.truncated ? h("span", { class: "fact warn", text: "cut to the limit" }) : null), said);
+    return h(
+      "details",
+      { class: "turn observed", open: end - begin <= LONG_ANSWER },
+      h(
+        "summary",
+        {},
+        h("b", { text: turn ? "answer" : "opening" }),
+        h("span", { text: end > begin ? many(end - begin, "token") : "not read by the policy" }),
+        turn?.truncated ? h("span", { class: "fact warn", text: "cut to the limit" }) : null,
+      ),
+      said,
+    );
   };
   if (turns.length && turns[0].begin > 0) text.append(observed(0, turns[0].begin, null));
   turns.forEach((turn, i) => {
@@ -254,11 +407,30 @@ function episodeOf(completion, text) {
     if (turn.end > turn.begin) places.push([turn.begin, said]);
     const next = i + 1 < turns.length ? turns[i + 1].begin : completion.length;
     const warned = ["length", "turns", "deadline", "error"].includes(turn.finish);
-    text.append(h("details", { class: "turn own", open: turns.length <= OPEN_TURNS || i === turns.length - 1 },
-      h("summary", {}, h("b", { text: `turn ${i + 1}` }), h("span", { text: many(turn.end - turn.begin, "token") }),
-        turn.finish ? h("span", { class: warned ? "fact warn" : "fact", text: ENDINGS[turn.finish] || (turn.finish === "length" ? "cut off" : turn.finish) }) : null,
-        turn.reward !== null ? h("span", { class: "fact", text: `reward ${fmt(turn.reward)}` }) : null, splits(turn.begin, next)),
-      said, turn.calls.map(callOf), turn.seconds > 0 ? timeOf(turn, slowest) : null, observed(turn.end, next, turn)));
+    text.append(
+      h(
+        "details",
+        { class: "turn own", open: turns.length <= OPEN_TURNS || i === turns.length - 1 },
+        h(
+          "summary",
+          {},
+          h("b", { text: `turn ${i + 1}` }),
+          h("span", { text: many(turn.end - turn.begin, "token") }),
+          turn.finish
+            ? h("span", {
+                class: warned ? "fact warn" : "fact",
+                text: ENDINGS[turn.finish] || (turn.finish === "length" ? "cut off" : turn.finish),
+              })
+            : null,
+          turn.reward !== null ? h("span", { class: "fact", text: `reward ${fmt(turn.reward)}` }) : null,
+          splits(turn.begin, next),
+        ),
+        said,
+        turn.calls.map(callOf),
+        turn.seconds > 0 ? timeOf(turn, slowest) : null,
+        observed(turn.end, next, turn),
+      ),
+    );
   });
   return places.sort((a, b) => a[0] - b[0]);
 }
@@ -266,17 +438,34 @@ function episodeOf(completion, text) {
 /** The element that token `i` goes to. */
 function placeOf(places, i) {
   let found = places[0][1];
-  for (const [begin, element] of places) if (begin <= i) found = element; else break;
+  for (const [begin, element] of places)
+    if (begin <= i) found = element;
+    else break;
   return found;
 }
 
 /** A call of a tool: what was asked, what came of it. */
 function callOf(call) {
-  return h("div", { class: call.failure ? "call failed" : "call" },
-    h("div", { class: "line" }, h("b", {}, ...visible(call.name || "a call that cannot be read")), call.seconds !== null ? h("span", { class: "soft", text: `${fmt(call.seconds)} s` }) : null,
-      call.failure ? h("span", { class: "fact warn", text: call.failure }) : null),
+  return h(
+    "div",
+    { class: call.failure ? "call failed" : "call" },
+    h(
+      "div",
+      { class: "line" },
+      h("b", {}, ...visible(call.name || "a call that cannot be read")),
+      call.seconds !== null ? h("span", { class: "soft", text: `${fmt(call.seconds)} s` }) : null,
+      call.failure ? h("span", { class: "fact warn", text: call.failure }) : null,
+    ),
     h("pre", {}, ...visible(call.arguments)),
-    call.result ? h("details", { open: call.result.length < 200 }, h("summary", { text: "result" }), h("pre", { class: "soft" }, ...visible(call.result))) : null);
+    call.result
+      ? h(
+          "details",
+          { open: call.result.length < 200 },
+          h("summary", { text: "result" }),
+          h("pre", { class: "soft" }, ...visible(call.result)),
+        )
+      : null,
+  );
 }
 
 /** Where the time between a turn and its answer went: each call, and what is left. */
@@ -285,10 +474,22 @@ function timeOf(turn, slowest) {
   const left = Math.max(0, turn.seconds - calls.reduce((sum, [, seconds]) => sum + seconds, 0));
   const parts = [...calls, ["else", left]].filter(([, seconds]) => seconds > 0.005 * turn.seconds);
   const label = parts.map(([name, seconds]) => `${name} ${fmt(seconds)} s`).join(", ");
-  return h("div", { class: "took", title: label }, h("span", { class: "soft", text: `${fmt(turn.seconds)} s` }),
-    h("span", { class: "bar", role: "img", "aria-label": `where ${fmt(turn.seconds)} s went: ${label}` }, parts.map(([name, seconds], i) =>
-      h("span", { class: name === "else" ? "rest" : i % 2 ? "odd" : "", style: { width: `${(100 * seconds) / Math.max(slowest, turn.seconds)}%` } }))),
-    h("span", { class: "soft parts" }, ...visible(label)));
+  return h(
+    "div",
+    { class: "took", title: label },
+    h("span", { class: "soft", text: `${fmt(turn.seconds)} s` }),
+    h(
+      "span",
+      { class: "bar", role: "img", "aria-label": `where ${fmt(turn.seconds)} s went: ${label}` },
+      parts.map(([name, seconds], i) =>
+        h("span", {
+          class: name === "else" ? "rest" : i % 2 ? "odd" : "",
+          style: { width: `${(100 * seconds) / Math.max(slowest, turn.seconds)}%` },
+        }),
+      ),
+    ),
+    h("span", { class: "soft parts" }, ...visible(label)),
+  );
 }
 
 /** All that is known of a token, beside it. */
@@ -296,20 +497,38 @@ function showTip(card, i, span) {
   const { completion, context } = card;
   const value = (id) => completion.columns[id]?.[i];
   const rows = QUANTITIES.filter((one) => completion.columns[one.id]).map((one) =>
-    h("tr", { class: one.id === context.by() ? "chosen" : "" }, h("th", { text: one.label }),
-      h("td", { text: one.share ? percent(value(one.id)) : one.id === "version" ? String(value(one.id)) : fmt(value(one.id), one.signed) })));
+    h(
+      "tr",
+      { class: one.id === context.by() ? "chosen" : "" },
+      h("th", { text: one.label }),
+      h("td", {
+        text: one.share ? percent(value(one.id)) : one.id === "version" ? String(value(one.id)) : fmt(value(one.id), one.signed),
+      }),
+    ),
+  );
   const clipped = value("clipped");
   const extra = [
-    value("advantage") !== undefined && h("tr", {}, h("th", { text: "Advantage" }), h("td", { text: fmt(value("advantage"), true) })),
+    value("advantage") !== undefined &&
+      h("tr", {}, h("th", { text: "Advantage" }), h("td", { text: fmt(value("advantage"), true) })),
     value("ratio") !== undefined && h("tr", {}, h("th", { text: "Ratio" }), h("td", { text: fmt(value("ratio")) })),
-    clipped > 0 && h("tr", {}, h("th", { text: "Clipped" }), h("td", { text: clipped >= 0.999 ? "yes" : `${percent(clipped)} of updates` })),
-    completion.untrained.includes(i) && h("tr", {}, h("th", { text: "Not trained" }), h("td", { text: "the policy did not write it" })),
+    clipped > 0 &&
+      h("tr", {}, h("th", { text: "Clipped" }), h("td", { text: clipped >= 0.999 ? "yes" : `${percent(clipped)} of updates` })),
+    completion.untrained.includes(i) &&
+      h("tr", {}, h("th", { text: "Not trained" }), h("td", { text: "the policy did not write it" })),
   ];
-  const tip = fill($("tip"),
-    h("div", { class: "token" }, h("b", {}, ...visible(completion.tokens[i] || "part of a character", true)), h("span", { text: `token ${completion.begin + i} · id ${completion.ids[i]}` })),
-    h("table", {}, h("tbody", {}, rows, extra)));
+  const tip = fill(
+    $("tip"),
+    h(
+      "div",
+      { class: "token" },
+      h("b", {}, ...visible(completion.tokens[i] || "part of a character", true)),
+      h("span", { text: `token ${completion.begin + i} · id ${completion.ids[i]}` }),
+    ),
+    h("table", {}, h("tbody", {}, rows, extra)),
+  );
   tip.hidden = false;
-  const box = span.getBoundingClientRect(), own = tip.getBoundingClientRect();
+  const box = span.getBoundingClientRect(),
+    own = tip.getBoundingClientRect();
   const left = Math.max(8, Math.min(box.left, innerWidth - own.width - 8));
   const top = box.bottom + own.height + 10 < innerHeight ? box.bottom + 6 : Math.max(8, box.top - own.height - 6);
   tip.style.left = `${left}px`;
@@ -324,17 +543,47 @@ function hideTip() {
 function conversation(messages) {
   const turns = messages.map((message, i) => {
     const role = String(message.role || "text");
-    const said = typeof message.content === "string" ? message.content
-      : Array.isArray(message.content) ? message.content.map((part) => part.text ?? JSON.stringify(part)).join("\n") : message.content ? JSON.stringify(message.content) : "";
+    const said =
+      typeof message.content === "string"
+        ? message.content
+        : Array.isArray(message.content)
+          ? message.content.map((part) => part.text ?? JSON.stringify(part)).join("\n")
+          : message.content
+            ? JSON.stringify(message.content)
+            : "";
     const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
     const own = role === "assistant";
-    return h("details", { class: own ? "turn own" : "turn observed", open: own || said.length < 400 },
-      h("summary", {}, h("b", { text: role }), h("span", { text: `turn ${i + 1} · ${many(said.length, "character")}${calls.length ? " · " + many(calls.length, "tool call") : ""}` })),
-      h("div", { class: "said", dir: "auto" }, ...visible(said.slice(0, 20000)), said.length > 20000 ? h("i", { text: ` … ${many(said.length - 20000, "character")} more` }) : null),
+    return h(
+      "details",
+      { class: own ? "turn own" : "turn observed", open: own || said.length < 400 },
+      h(
+        "summary",
+        {},
+        h("b", { text: role }),
+        h("span", {
+          text: `turn ${i + 1} · ${many(said.length, "character")}${calls.length ? " · " + many(calls.length, "tool call") : ""}`,
+        }),
+      ),
+      h(
+        "div",
+        { class: "said", dir: "auto" },
+        ...visible(said.slice(0, 20000)),
+        said.length > 20000 ? h("i", { text: ` … ${many(said.length - 20000, "character")} more` }) : null,
+      ),
       calls.map((call) => {
         const made = call.function || call;
-        return h("div", { class: "call" }, h("b", { text: String(made.name || "tool") }), h("pre", {}, ...visible(typeof made.arguments === "string" ? made.arguments : JSON.stringify(made.arguments ?? made, null, 1))));
-      }));
+        return h(
+          "div",
+          { class: "call" },
+          h("b", { text: String(made.name || "tool") }),
+          h(
+            "pre",
+            {},
+            ...visible(typeof made.arguments === "string" ? made.arguments : JSON.stringify(made.arguments ?? made, null, 1)),
+          ),
+        );
+      }),
+    );
   });
   return h("div", { class: "text conversation", tabindex: 0, role: "group", "aria-label": "conversation" }, turns);
 }

@@ -14,7 +14,12 @@ function staying() {
 const panel = (title, ...children) => h("section", { class: "panel" }, title ? h("h2", { text: title }) : null, ...children);
 const empty = (text) => h("p", { class: "empty", text });
 const failed = (error) => h("p", { class: "empty bad", role: "alert", text: error.message });
-const skeleton = (lines = 4) => h("div", { class: "skeleton", "aria-hidden": "true" }, Array.from({ length: lines }, () => h("span", {})));
+const skeleton = (lines = 4) =>
+  h(
+    "div",
+    { class: "skeleton", "aria-hidden": "true" },
+    Array.from({ length: lines }, () => h("span", {})),
+  );
 
 /** Fill an element once an answer is there; what went wrong is said in its place. */
 async function later(element, work) {
@@ -32,7 +37,9 @@ async function later(element, work) {
 // ---------------------------------------------------------------- groups: what one sees first
 
 VIEWS.groups = async (main) => {
-  const run = runHere(), kind = kindHere(), still = staying();
+  const run = runHere(),
+    kind = kindHere(),
+    still = staying();
   if (!stepsOf(run, kind).length) {
     fill(main, h("div", { class: "columns" }, h("div", { class: "content" }, noCompletions(run)), await rail(run, null)));
     return;
@@ -52,15 +59,36 @@ VIEWS.groups = async (main) => {
   else fill($("group"), empty("No completions were recorded at this step."));
 };
 
-const nearestKept = (run, kind, wanted) => stepsOf(run, kind).reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
+const nearestKept = (run, kind, wanted) =>
+  stepsOf(run, kind).reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
 const firstMetrics = (run) => SHOWN_FIRST.filter((name) => run.metrics.includes(name));
-const SHOWN_FIRST = ["reward", "groups/dead", "entropy", "completions/mean_length", "completions/clipped_ratio", "kl", "ratio/kl",
-  "mismatch/max", "eval/greedy", "eval/sampled", "accuracy", "loss"];
+const SHOWN_FIRST = [
+  "reward",
+  "groups/dead",
+  "entropy",
+  "completions/mean_length",
+  "completions/clipped_ratio",
+  "kl",
+  "ratio/kl",
+  "mismatch/max",
+  "eval/greedy",
+  "eval/sampled",
+  "accuracy",
+  "loss",
+];
 
 function noCompletions(run) {
-  const where = kindHere() === "evaluation" ? "No evaluation of this run recorded completions." : run.state === "live"
-    ? "The first step is still being sampled; this page follows it." : "This run recorded no completions (save.rollouts_every: 0, or an objective that samples none).";
-  return panel("No completions", h("p", { text: where }), h("p", {}, h("a", { href: linkTo({ view: "curves" }), text: "Its curves" })));
+  const where =
+    kindHere() === "evaluation"
+      ? "No evaluation of this run recorded completions."
+      : run.state === "live"
+        ? "The first step is still being sampled; this page follows it."
+        : "This run recorded no completions (save.rollouts_every: 0, or an objective that samples none).";
+  return panel(
+    "No completions",
+    h("p", { text: where }),
+    h("p", {}, h("a", { href: linkTo({ view: "curves" }), text: "Its curves" })),
+  );
 }
 
 function stepBar(run, kind, step, curves) {
@@ -68,21 +96,66 @@ function stepBar(run, kind, step, curves) {
   const at = steps.indexOf(step.step);
   const metric = curves.values.reward ? "reward" : Object.keys(curves.values)[0];
   const jump = (to) => go({ step: to, group: null, c: null });
-  const button = (label, to, key) => h("button", { type: "button", class: "icon", disabled: to === undefined, title: `${label} (${key})`, "aria-label": label, onclick: () => jump(to), text: key });
+  const button = (label, to, key) =>
+    h("button", {
+      type: "button",
+      class: "icon",
+      disabled: to === undefined,
+      title: `${label} (${key})`,
+      "aria-label": label,
+      onclick: () => jump(to),
+      text: key,
+    });
   const follows = here.step === undefined && run.state === "live";
-  return h("section", { class: "panel steps" },
-    h("div", { class: "line" },
-      h("h1", {}, kind === "evaluation" ? "Held out, after step " : "Step ", h("b", { text: step.step }), h("span", { class: "of", text: run.planned && run.state !== "file" ? ` of ${run.planned}` : "" })),
+  return h(
+    "section",
+    { class: "panel steps" },
+    h(
+      "div",
+      { class: "line" },
+      h(
+        "h1",
+        {},
+        kind === "evaluation" ? "Held out, after step " : "Step ",
+        h("b", { text: step.step }),
+        h("span", { class: "of", text: run.planned && run.state !== "file" ? ` of ${run.planned}` : "" }),
+      ),
       h("span", { class: "arrows" }, button("earlier step", steps[at - 1], "←"), button("later step", steps[at + 1], "→")),
-      h("span", { class: "facts" },
+      h(
+        "span",
+        { class: "facts" },
         h("span", { class: "fact", text: `reward ${fmt(step.reward)}` }),
         h("span", { class: "fact", text: many(step.all || step.groups.length, "group") }),
-        h("span", { class: "fact", text: many(step.completions, "completion") })),
+        h("span", { class: "fact", text: many(step.completions, "completion") }),
+      ),
       h("span", { class: "push" }),
-      run.evaluations.length ? h("span", { class: "switch", role: "group", "aria-label": "which completions" },
-        ["training", "evaluation"].map((one) => h("button", { type: "button", "aria-pressed": String(one === kind), onclick: () => go({ kind: one === "training" ? null : one, step: null, group: null, c: null }), text: one === "training" ? "Training" : "Held out" }))) : null,
-      follows ? h("span", { class: "live", text: "following" }) : at < steps.length - 1 && !ANSWERS ? h("button", { type: "button", onclick: () => go({ step: null, group: null, c: null }), title: "to the newest step (f)" }, "Newest ", h("kbd", { text: "f" })) : null),
-    metric && curves.steps.length > 1 ? scrubber(curves, metric, steps, step.step, jump) : null);
+      run.evaluations.length
+        ? h(
+            "span",
+            { class: "switch", role: "group", "aria-label": "which completions" },
+            ["training", "evaluation"].map((one) =>
+              h("button", {
+                type: "button",
+                "aria-pressed": String(one === kind),
+                onclick: () => go({ kind: one === "training" ? null : one, step: null, group: null, c: null }),
+                text: one === "training" ? "Training" : "Held out",
+              }),
+            ),
+          )
+        : null,
+      follows
+        ? h("span", { class: "live", text: "following" })
+        : at < steps.length - 1 && !ANSWERS
+          ? h(
+              "button",
+              { type: "button", onclick: () => go({ step: null, group: null, c: null }), title: "to the newest step (f)" },
+              "Newest ",
+              h("kbd", { text: "f" }),
+            )
+          : null,
+    ),
+    metric && curves.steps.length > 1 ? scrubber(curves, metric, steps, step.step, jump) : null,
+  );
 }
 
 const SHARES = new Set(["groups/dead", "completions/clipped_ratio", "eval/greedy", "eval/sampled", "accuracy"]);
@@ -90,37 +163,93 @@ const SHARES = new Set(["groups/dead", "completions/clipped_ratio", "eval/greedy
 /** The few curves, the flags, the groups of the step. */
 async function rail(run, step, chosen, curves) {
   const health = await ask("health", { run: run.run }, run.state === "live");
-  curves = curves || await askCurves(run.run, firstMetrics(run));
+  curves = curves || (await askCurves(run.run, firstMetrics(run)));
   const flags = health.flags.length
-    ? h("ul", { class: "flags" }, health.flags.map((flag) => h("li", {}, h("a", { href: linkTo({ view: "curves", metric: flag.metric }) }, h("b", { text: flag.title })), h("span", { text: flag.meaning }), h("details", {}, h("summary", { text: "What to do" }), h("span", { text: flag.remedy })))))
+    ? h(
+        "ul",
+        { class: "flags" },
+        health.flags.map((flag) =>
+          h(
+            "li",
+            {},
+            h("a", { href: linkTo({ view: "curves", metric: flag.metric }) }, h("b", { text: flag.title })),
+            h("span", { text: flag.meaning }),
+            h("details", {}, h("summary", { text: "What to do" }), h("span", { text: flag.remedy })),
+          ),
+        ),
+      )
     : h("p", { class: "well", text: run.metrics.length ? "Nothing to warn of in the last ten steps." : "Nothing was measured." });
-  const figures = health.figures.filter((figure) => (curves.values[figure.metric] || []).some((value) => value !== null)).map((figure) => {
-    const values = curves.values[figure.metric];
-    const known = values.filter((value) => value !== null);
-    const show = SHARES.has(figure.metric) ? percent : fmt;
-    const moved = known.length > 1 ? `from ${show(known[0])}` : "";
-    return h("a", { class: "figure", href: linkTo({ view: "curves", metric: figure.metric }), title: figure.meaning },
-      h("span", { class: "label", text: figure.label }), h("span", { class: "value", text: show(known[known.length - 1]) }),
-      h("span", { class: "moved", text: moved }), sparkline(`${figure.label} over ${many(curves.steps.length, "step")}`, curves.steps, values));
-  });
-  return h("aside", { class: "rail", "aria-label": "how the run stands" },
+  const figures = health.figures
+    .filter((figure) => (curves.values[figure.metric] || []).some((value) => value !== null))
+    .map((figure) => {
+      const values = curves.values[figure.metric];
+      const known = values.filter((value) => value !== null);
+      const show = SHARES.has(figure.metric) ? percent : fmt;
+      const moved = known.length > 1 ? `from ${show(known[0])}` : "";
+      return h(
+        "a",
+        { class: "figure", href: linkTo({ view: "curves", metric: figure.metric }), title: figure.meaning },
+        h("span", { class: "label", text: figure.label }),
+        h("span", { class: "value", text: show(known[known.length - 1]) }),
+        h("span", { class: "moved", text: moved }),
+        sparkline(`${figure.label} over ${many(curves.steps.length, "step")}`, curves.steps, values),
+      );
+    });
+  return h(
+    "aside",
+    { class: "rail", "aria-label": "how the run stands" },
     panel("How the run stands", flags, h("div", { class: "figures" }, figures)),
-    step ? groupList(step, chosen) : null);
+    step ? groupList(step, chosen) : null,
+  );
 }
 
 function groupList(step, chosen) {
   const flat = step.groups.flatMap((group) => group.rewards).filter((value) => value !== null);
-  const low = Math.min(...flat), high = Math.max(...flat);
+  const low = Math.min(...flat),
+    high = Math.max(...flat);
   const list = h("ol", { class: "group-list" });
   const show = (count) => {
-    fill(list, step.groups.slice(0, count).map((group) => h("li", {}, h("a", { href: addressOf({ ...here, step: step.step, group: group.group, c: undefined }), "aria-current": group === chosen ? "true" : undefined },
-      h("span", { class: "prompt" }, ...visible(lastLine(group.prompt))), dots(group.rewards, low, high),
-      h("span", { class: "note", text: group.spread ? `${group.distinct} of ${group.rewards.length} differ` : "all equal: teaches nothing" })))));
-    if (count < step.groups.length) list.append(h("li", {}, h("button", { type: "button", onclick: () => show(count + 200), text: `${step.groups.length - count} more` })));
+    fill(
+      list,
+      step.groups
+        .slice(0, count)
+        .map((group) =>
+          h(
+            "li",
+            {},
+            h(
+              "a",
+              {
+                href: addressOf({ ...here, step: step.step, group: group.group, c: undefined }),
+                "aria-current": group === chosen ? "true" : undefined,
+              },
+              h("span", { class: "prompt" }, ...visible(lastLine(group.prompt))),
+              dots(group.rewards, low, high),
+              h("span", {
+                class: "note",
+                text: group.spread ? `${group.distinct} of ${group.rewards.length} differ` : "all equal: teaches nothing",
+              }),
+            ),
+          ),
+        ),
+    );
+    if (count < step.groups.length)
+      list.append(
+        h(
+          "li",
+          {},
+          h("button", { type: "button", onclick: () => show(count + 200), text: `${step.groups.length - count} more` }),
+        ),
+      );
   };
   show(60);
   const left = (step.all || step.groups.length) - step.groups.length;
-  return panel(`Groups of step ${step.step}`, h("p", { class: "hint", text: "The one with the largest spread of rewards first." }), list, left > 0 ? h("p", { class: "hint", text: `${left} more are in the run, not in this report.` }) : null);
+  return panel(
+    `Groups of step ${step.step}`,
+    h("p", { class: "hint", text: "The one with the largest spread of rewards first." }),
+    list,
+    left > 0 ? h("p", { class: "hint", text: `${left} more are in the run, not in this report.` }) : null,
+  );
 }
 
 const lastLine = (prompt) => prompt.replace(/<\|[^|<>]{1,30}\|>/g, " ").trim() || prompt;
@@ -132,24 +261,58 @@ async function showGroup(element, run, kind, step, chosen, still, side = "") {
   if (!still()) return;
   const place = step.groups ? step.groups.indexOf(chosen) : -1;
   const near = (i) => step.groups[i] && (() => go({ step: step.step, group: step.groups[i].group, c: null }));
-  const move = (label, key, run_) => h("button", { type: "button", class: "icon", disabled: !run_, onclick: run_ || undefined, title: `${label} (${key})`, "aria-label": label, text: key });
-  const rank = place === 0 && !chosen.spread ? "in every group of this step all rewards are equal: it taught nothing" : place === 0 ? "the most informative of the step" : place > 0 ? `number ${place + 1} of ${step.groups.length} by spread of rewards` : "";
+  const move = (label, key, run_) =>
+    h("button", {
+      type: "button",
+      class: "icon",
+      disabled: !run_,
+      onclick: run_ || undefined,
+      title: `${label} (${key})`,
+      "aria-label": label,
+      text: key,
+    });
+  const rank =
+    place === 0 && !chosen.spread
+      ? "in every group of this step all rewards are equal: it taught nothing"
+      : place === 0
+        ? "the most informative of the step"
+        : place > 0
+          ? `number ${place + 1} of ${step.groups.length} by spread of rewards`
+          : "";
   const strip = h("div", { class: "strip-place" });
   const context = { run: run.run, step: step.step, group: chosen.group, kind, side };
   const cards = cardsOf(group, context);
   const tokens = h("div", {}, quantityBar(group), cards);
   const replays = run.replay && !ANSWERS && !side && kind === "training";
   const again = replays ? replayPanel(run, here.replay !== undefined) : null;
-  fill(element,
-    h("section", { class: "panel group-head" },
-      h("div", { class: "line" },
+  fill(
+    element,
+    h(
+      "section",
+      { class: "panel group-head" },
+      h(
+        "div",
+        { class: "line" },
         h("h2", {}, `Group ${chosen.group}`),
-        step.groups ? h("span", { class: "arrows" }, move("previous group", "↑", near(place - 1)), move("next group", "↓", near(place + 1))) : null,
+        step.groups
+          ? h("span", { class: "arrows" }, move("previous group", "↑", near(place - 1)), move("next group", "↓", near(place + 1)))
+          : null,
         h("span", { class: place === 0 && !chosen.spread ? "of lonely" : "of", text: rank }),
         h("span", { class: "push" }),
-        side || ANSWERS ? null : h("a", { class: "button", href: linkTo({ view: "compare", step: step.step, kind: here.kind, key: group.key }), text: "Compare" })),
-      promptBox(group), strip),
-    again, tokens);
+        side || ANSWERS
+          ? null
+          : h("a", {
+              class: "button",
+              href: linkTo({ view: "compare", step: step.step, kind: here.kind, key: group.key }),
+              text: "Compare",
+            }),
+      ),
+      promptBox(group),
+      strip,
+    ),
+    again,
+    tokens,
+  );
   if (again && here.replay !== undefined) showReplay(again.querySelector(".found-replay"), tokens, group, context, still);
   if (!side && !ANSWERS) showStrip(strip, run, kind, step.step, group.key, still);
   if (here.c !== undefined && !side) {
@@ -162,34 +325,100 @@ async function showGroup(element, run, kind, step, chosen, still, side = "") {
 /** What another algorithm would have done with these completions: a form, and below it what was found. */
 function replayPanel(run, open) {
   const { objectives, parts, options } = run.replay;
-  const given = Object.fromEntries((here.set || "").split(";").filter(Boolean).map((change) => change.split("=")));
-  const choice = (key, label, values, first) => h("label", {}, label, h("select", { name: key }, [["", first], ...values.map((value) => [value, value])].map(([value, text]) => h("option", { value, text, selected: (given[key] || "") === value }))));
+  const given = Object.fromEntries(
+    (here.set || "")
+      .split(";")
+      .filter(Boolean)
+      .map((change) => change.split("=")),
+  );
+  const choice = (key, label, values, first) =>
+    h(
+      "label",
+      {},
+      label,
+      h(
+        "select",
+        { name: key },
+        [["", first], ...values.map((value) => [value, value])].map(([value, text]) =>
+          h("option", { value, text, selected: (given[key] || "") === value }),
+        ),
+      ),
+    );
   const numbers = h("span", { class: "numbers" });
   const surrogate = choice("group.surrogate", "Surrogate", parts.surrogate, "the objective's");
   const shown = () => {
     const known = options[surrogate.querySelector("select").value || "clipped"] || [];
-    fill(numbers, known.map((name) => h("label", {}, name, h("input", { name: `group.surrogate.${name}`, class: "short", inputmode: "decimal", pattern: "[0-9.eE+\\-]*", value: given[`group.surrogate.${name}`] || "", placeholder: "as it is" }))));
+    fill(
+      numbers,
+      known.map((name) =>
+        h(
+          "label",
+          {},
+          name,
+          h("input", {
+            name: `group.surrogate.${name}`,
+            class: "short",
+            inputmode: "decimal",
+            pattern: "[0-9.eE+\\-]*",
+            value: given[`group.surrogate.${name}`] || "",
+            placeholder: "as it is",
+          }),
+        ),
+      ),
+    );
   };
   surrogate.addEventListener("change", shown);
   shown();
-  const form = h("form", { class: "controls" },
-    choice("objective", "Objective", objectives, "as recorded"), choice("group.credit", "Credit", parts.credit, "the objective's"), choice("group.ratio", "Ratio", parts.ratio, "the objective's"),
-    surrogate, numbers, choice("group.weights", "Weights", parts.weights, "the objective's"),
+  const form = h(
+    "form",
+    { class: "controls" },
+    choice("objective", "Objective", objectives, "as recorded"),
+    choice("group.credit", "Credit", parts.credit, "the objective's"),
+    choice("group.ratio", "Ratio", parts.ratio, "the objective's"),
+    surrogate,
+    numbers,
+    choice("group.weights", "Weights", parts.weights, "the objective's"),
     h("button", { type: "submit", class: "main", text: "Replay" }),
-    open ? h("button", { type: "button", onclick: () => { if (here.by === "replay" || here.by === "change") delete here.by; go({ replay: null, set: null }); }, text: "Close" }) : null);
+    open
+      ? h("button", {
+          type: "button",
+          onclick: () => {
+            if (here.by === "replay" || here.by === "change") delete here.by;
+            go({ replay: null, set: null });
+          },
+          text: "Close",
+        })
+      : null,
+  );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const entries = [...new FormData(form)].map(([key, value]) => [key, String(value).trim()]).filter(([, value]) => value);
     const surrogateName = entries.find(([key]) => key === "group.surrogate");
-    const set = entries.filter(([key]) => !key.startsWith("group.surrogate") || key !== "group.surrogate" || !entries.some(([other]) => other.startsWith("group.surrogate.")))
+    const set = entries
+      .filter(
+        ([key]) =>
+          !key.startsWith("group.surrogate") ||
+          key !== "group.surrogate" ||
+          !entries.some(([other]) => other.startsWith("group.surrogate.")),
+      )
       .map(([key, value]) => `${key}=${value}`);
-    if (surrogateName && entries.some(([key]) => key.startsWith("group.surrogate."))) set.unshift(`group.surrogate.name=${surrogateName[1]}`);
+    if (surrogateName && entries.some(([key]) => key.startsWith("group.surrogate.")))
+      set.unshift(`group.surrogate.name=${surrogateName[1]}`);
     here.by = set.length ? "change" : "replay";
     go({ replay: "1", set: set.join(";") || null });
   });
-  return h("details", { class: "panel replay", open },
-    h("summary", {}, h("b", { text: "What would another algorithm have done?" }), h("span", { class: "soft", text: " The same completions, computed again: which tokens would have been pushed." })),
-    form, h("div", { class: "found-replay", role: "status" }));
+  return h(
+    "details",
+    { class: "panel replay", open },
+    h(
+      "summary",
+      {},
+      h("b", { text: "What would another algorithm have done?" }),
+      h("span", { class: "soft", text: " The same completions, computed again: which tokens would have been pushed." }),
+    ),
+    form,
+    h("div", { class: "found-replay", role: "status" }),
+  );
 }
 
 /** Ask for the replay of the group that is shown, and colour its tokens by it. */
@@ -203,9 +432,24 @@ async function showReplay(place, tokens, group, context, still) {
     return;
   }
   if (!still()) return;
-  const moved = found.pushes ? Object.entries(found.pushes).filter(([, count]) => count).map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", ") : "";
-  fill(place, h("p", { class: "algorithm", text: found.algorithm }),
-    found.without ? h("p", { class: "bad", text: found.without }) : h("p", { class: "hint", text: here.set ? `Loss of the first pass ${fmt(found.loss[0])} recorded, ${fmt(found.loss[1])} changed. Tokens of the step: ${moved}.` : `Loss of the first pass ${fmt(found.loss[0])}. Key 8 shows each token's push by the closed form, and key 6 its size.` }));
+  const moved = found.pushes
+    ? Object.entries(found.pushes)
+        .filter(([, count]) => count)
+        .map(([name, count]) => `${count.toLocaleString("en")} ${name}`)
+        .join(", ")
+    : "";
+  fill(
+    place,
+    h("p", { class: "algorithm", text: found.algorithm }),
+    found.without
+      ? h("p", { class: "bad", text: found.without })
+      : h("p", {
+          class: "hint",
+          text: here.set
+            ? `Loss of the first pass ${fmt(found.loss[0])} recorded, ${fmt(found.loss[1])} changed. Tokens of the step: ${moved}.`
+            : `Loss of the first pass ${fmt(found.loss[0])}. Key 8 shows each token's push by the closed form, and key 6 its size.`,
+        }),
+  );
   if (!found.scales.replay) return;
   for (const completion of group.completions) {
     const own = found.completions.find((one) => one.index === completion.index);
@@ -221,38 +465,96 @@ async function showReplay(place, tokens, group, context, still) {
 }
 
 function promptBox(group) {
-  const row = group.row && typeof group.row === "object" ? Object.entries(group.row).filter(([name]) => name !== "prompt").slice(0, 12) : [];
-  const long = group.prompt_length > group.prompt.length ? ` … ${many(group.prompt_length - group.prompt.length, "character")} more` : "";
+  const row =
+    group.row && typeof group.row === "object"
+      ? Object.entries(group.row)
+          .filter(([name]) => name !== "prompt")
+          .slice(0, 12)
+      : [];
+  const long =
+    group.prompt_length > group.prompt.length ? ` … ${many(group.prompt_length - group.prompt.length, "character")} more` : "";
   return [
-    h("div", { class: "prompt-text", tabindex: 0, role: "group", "aria-label": "prompt", dir: "auto" }, ...visible(group.prompt), long ? h("i", { text: long }) : null),
-    row.length ? h("dl", { class: "row" }, row.map(([name, value]) => h("div", {}, h("dt", { text: name }), h("dd", {}, ...visible((typeof value === "string" ? value : JSON.stringify(value)).slice(0, 300)))))) : null,
+    h(
+      "div",
+      { class: "prompt-text", tabindex: 0, role: "group", "aria-label": "prompt", dir: "auto" },
+      ...visible(group.prompt),
+      long ? h("i", { text: long }) : null,
+    ),
+    row.length
+      ? h(
+          "dl",
+          { class: "row" },
+          row.map(([name, value]) =>
+            h(
+              "div",
+              {},
+              h("dt", { text: name }),
+              h("dd", {}, ...visible((typeof value === "string" ? value : JSON.stringify(value)).slice(0, 300))),
+            ),
+          ),
+        )
+      : null,
   ];
 }
 
 async function showStrip(element, run, kind, step, key, still) {
   if (kind !== "training") return;
   let found;
-  try { found = await ask("visits", { run: run.run, key }, true); } catch { return; }
+  try {
+    found = await ask("visits", { run: run.run, key }, true);
+  } catch {
+    return;
+  }
   if (!still()) return;
-  const reading = found.read < found.total ? ` · ${found.read.toLocaleString("en")} of ${many(found.total, "step")} read so far` : "";
+  const reading =
+    found.read < found.total ? ` · ${found.read.toLocaleString("en")} of ${many(found.total, "step")} read so far` : "";
   if (found.visits.length < 2) {
-    if (reading) fill(element, h("p", { class: "hint", text: "This prompt through training: looking for other visits" + reading }));
+    if (reading)
+      fill(element, h("p", { class: "hint", text: "This prompt through training: looking for other visits" + reading }));
     return;
   }
   const flat = found.visits.flatMap((visit) => visit.rewards).filter((value) => value !== null);
-  const low = Math.min(...flat), high = Math.max(...flat);
+  const low = Math.min(...flat),
+    high = Math.max(...flat);
   const y = (value) => (high > low ? 40 - ((value - low) / (high - low)) * 34 : 23);
-  const shown = found.visits.length > 120 ? found.visits.filter((_, i) => i % Math.ceil(found.visits.length / 120) === 0 ) : found.visits;
-  fill(element, h("h3", { text: "This prompt through training" }), h("p", { class: "hint", text: `${many(found.visits.length, "visit")}${reading}; a dot is a completion, the bar their mean reward (${fmt(low)} to ${fmt(high)})` }),
-    h("ol", { class: "strip" }, shown.map((visit) => {
-      const known = visit.rewards.filter((value) => value !== null);
-      const mean = known.reduce((sum, value) => sum + value, 0) / Math.max(1, known.length);
-      return h("li", {}, h("a", { href: addressOf({ ...here, step: visit.step, group: visit.group, c: undefined }), "aria-current": visit.step === step ? "true" : undefined, "aria-label": `step ${visit.step}, mean reward ${fmt(mean)}`, title: `step ${visit.step}: mean ${fmt(mean)}` },
-        h("svg", { viewBox: "0 0 26 46", width: 26, height: 46, "aria-hidden": "true" },
-          h("rect", { x: 3, y: y(mean) - 1, width: 20, height: 2 }),
-          known.slice(0, 32).map((value, i) => h("circle", { cx: 6 + ((i * 5) % 15), cy: y(value), r: 2.2 }))),
-        h("span", { text: visit.step })));
-    })));
+  const shown =
+    found.visits.length > 120 ? found.visits.filter((_, i) => i % Math.ceil(found.visits.length / 120) === 0) : found.visits;
+  fill(
+    element,
+    h("h3", { text: "This prompt through training" }),
+    h("p", {
+      class: "hint",
+      text: `${many(found.visits.length, "visit")}${reading}; a dot is a completion, the bar their mean reward (${fmt(low)} to ${fmt(high)})`,
+    }),
+    h(
+      "ol",
+      { class: "strip" },
+      shown.map((visit) => {
+        const known = visit.rewards.filter((value) => value !== null);
+        const mean = known.reduce((sum, value) => sum + value, 0) / Math.max(1, known.length);
+        return h(
+          "li",
+          {},
+          h(
+            "a",
+            {
+              href: addressOf({ ...here, step: visit.step, group: visit.group, c: undefined }),
+              "aria-current": visit.step === step ? "true" : undefined,
+              "aria-label": `step ${visit.step}, mean reward ${fmt(mean)}`,
+              title: `step ${visit.step}: mean ${fmt(mean)}`,
+            },
+            h(
+              "svg",
+              { viewBox: "0 0 26 46", width: 26, height: 46, "aria-hidden": "true" },
+              h("rect", { x: 3, y: y(mean) - 1, width: 20, height: 2 }),
+              known.slice(0, 32).map((value, i) => h("circle", { cx: 6 + ((i * 5) % 15), cy: y(value), r: 2.2 })),
+            ),
+            h("span", { text: visit.step }),
+          ),
+        );
+      }),
+    ),
+  );
 }
 
 const REPLAYED = new Set(["replay", "change"]);
@@ -269,15 +571,68 @@ function quantityBar(group) {
   const bar = h("section", { class: "panel quantities", "aria-label": "what tokens are coloured by" });
   if (!Object.keys(scales).length) return null;
   const paint = () => {
-    const by = chosenQuantity(scales), quantity = QUANTITIES.find((one) => one.id === by);
-    fill(bar,
-      h("div", { class: "line" },
-        h("div", { class: "switch", role: "group", "aria-label": "colour tokens by" },
-          QUANTITIES.filter((one) => scales[one.id] || !REPLAYED.has(one.id)).map((one) => h("button", { type: "button", "aria-pressed": String(one.id === by), disabled: !scales[one.id], title: scales[one.id] ? one.says : one.id === "gradient" ? "this run's loss has another gradient than weight × advantage × ratio: replay the step to see it" : "not recorded in this run", onclick: () => colourBy(one.id) }, h("kbd", { text: QUANTITIES.indexOf(one) + 1 }), one.label)),
-          h("button", { type: "button", "aria-pressed": String(!by), onclick: () => colourBy("none") }, h("kbd", { text: "0" }), "None")),
+    const by = chosenQuantity(scales),
+      quantity = QUANTITIES.find((one) => one.id === by);
+    fill(
+      bar,
+      h(
+        "div",
+        { class: "line" },
+        h(
+          "div",
+          { class: "switch", role: "group", "aria-label": "colour tokens by" },
+          QUANTITIES.filter((one) => scales[one.id] || !REPLAYED.has(one.id)).map((one) =>
+            h(
+              "button",
+              {
+                type: "button",
+                "aria-pressed": String(one.id === by),
+                disabled: !scales[one.id],
+                title: scales[one.id]
+                  ? one.says
+                  : one.id === "gradient"
+                    ? "this run's loss has another gradient than weight × advantage × ratio: replay the step to see it"
+                    : "not recorded in this run",
+                onclick: () => colourBy(one.id),
+              },
+              h("kbd", { text: QUANTITIES.indexOf(one) + 1 }),
+              one.label,
+            ),
+          ),
+          h(
+            "button",
+            { type: "button", "aria-pressed": String(!by), onclick: () => colourBy("none") },
+            h("kbd", { text: "0" }),
+            "None",
+          ),
+        ),
         h("span", { class: "push" }),
-        h("button", { type: "button", "aria-pressed": String(here.blanks === "1"), onclick: () => go({ blanks: here.blanks === "1" ? null : "1" }, true), title: "spaces, ends of lines and special tokens" }, h("kbd", { text: "w" }), "Blanks")),
-      h("div", { class: "line legend" }, quantity ? scaleBar(quantity, scales[by]) : null, h("p", { class: "says" }, quantity ? quantity.says : "Tokens are not coloured.", quantity && (by === "push" || by === "gradient") ? [" ", h("span", { class: "hatched", role: "img", "aria-label": "hatched" })] : null)));
+        h(
+          "button",
+          {
+            type: "button",
+            "aria-pressed": String(here.blanks === "1"),
+            onclick: () => go({ blanks: here.blanks === "1" ? null : "1" }, true),
+            title: "spaces, ends of lines and special tokens",
+          },
+          h("kbd", { text: "w" }),
+          "Blanks",
+        ),
+      ),
+      h(
+        "div",
+        { class: "line legend" },
+        quantity ? scaleBar(quantity, scales[by]) : null,
+        h(
+          "p",
+          { class: "says" },
+          quantity ? quantity.says : "Tokens are not coloured.",
+          quantity && (by === "push" || by === "gradient")
+            ? [" ", h("span", { class: "hatched", role: "img", "aria-label": "hatched" })]
+            : null,
+        ),
+      ),
+    );
   };
   paint();
   bar.repaint = paint;
@@ -317,19 +672,44 @@ function cardsOf(group, context) {
       grid.append(card.element);
     }
     if (from + 32 < sorted.length) {
-      const more = h("button", { type: "button", class: "more wide", text: `${many(sorted.length - from - 32, "completion")} more`, onclick: () => { more.remove(); show(from + 32); } });
+      const more = h("button", {
+        type: "button",
+        class: "more wide",
+        text: `${many(sorted.length - from - 32, "completion")} more`,
+        onclick: () => {
+          more.remove();
+          show(from + 32);
+        },
+      });
       grid.append(more);
     }
   };
   show(0);
-  if (group.size > group.completions.length) grid.append(h("p", { class: "hint", text: `${group.size - group.completions.length} more completions of this group are in the run.` }));
+  if (group.size > group.completions.length)
+    grid.append(
+      h("p", { class: "hint", text: `${group.size - group.completions.length} more completions of this group are in the run.` }),
+    );
   return grid;
 }
 
 // ---------------------------------------------------------------- curves
 
 const FAMILY = (name) => (name.includes("/") ? name.split("/")[0] : "main");
-const FAMILIES = { main: "The run", rewards: "Reward functions", eval: "Held out", completions: "Completions", ratio: "Importance ratios", clip: "Clipping", kl: "KL", mismatch: "Sampler mismatch", tokens: "Tokens", time: "Seconds by phase", flops: "FLOPs", staleness: "Staleness", ranks: "Processes" };
+const FAMILIES = {
+  main: "The run",
+  rewards: "Reward functions",
+  eval: "Held out",
+  completions: "Completions",
+  ratio: "Importance ratios",
+  clip: "Clipping",
+  kl: "KL",
+  mismatch: "Sampler mismatch",
+  tokens: "Tokens",
+  time: "Seconds by phase",
+  flops: "FLOPs",
+  staleness: "Staleness",
+  ranks: "Processes",
+};
 const FIRST_NAMES = ["reward", "reward_std", "groups/dead", "entropy", "kl", "loss", "grad_norm", "lr"];
 
 /** Runs that are laid over one another unless others are chosen: of each all its metrics are read. */
@@ -338,51 +718,180 @@ const LAID_OVER = 8;
 /** The runs whose curves are drawn: the one that is looked at, and those laid over it. */
 function overlaid() {
   const alike = RUNS.filter((run) => run.metrics.includes("reward") === runHere().metrics.includes("reward"));
-  const chosen = here.overlay === undefined ? alike.slice(0, LAID_OVER).map((run) => run.run) : here.overlay.split(",").filter(Boolean).map(Number);
+  const chosen =
+    here.overlay === undefined
+      ? alike.slice(0, LAID_OVER).map((run) => run.run)
+      : here.overlay.split(",").filter(Boolean).map(Number);
   return RUNS.filter((run) => chosen.includes(run.run) || run === runHere());
 }
 
 /** Where the work of a step goes: tokens by what became of them, seconds by phase beside the ideal step's. */
 function workTable(rows) {
-  const show = (row) => (row.unit === "share" ? percent(row.value) : row.unit === "seconds" ? `${fmt(row.value)} s` : row.unit === "bytes" ? bytes(row.value) : Math.round(row.value).toLocaleString("en"));
-  return h("div", { class: "scroll" }, h("table", { class: "work" }, h("tbody", {}, rows.map((row) => h("tr", {},
-    h("th", { scope: "row" }, h("a", { href: linkTo({ view: "curves", metric: row.metric }), text: row.label })), h("td", { text: show(row) }),
-    h("td", { class: "soft" }, row.share === undefined ? null : [percent(row.share), h("span", { class: "note", text: " of the step" })]), h("td", { class: "soft note", text: row.meaning }))))));
+  const show = (row) =>
+    row.unit === "share"
+      ? percent(row.value)
+      : row.unit === "seconds"
+        ? `${fmt(row.value)} s`
+        : row.unit === "bytes"
+          ? bytes(row.value)
+          : Math.round(row.value).toLocaleString("en");
+  return h(
+    "div",
+    { class: "scroll" },
+    h(
+      "table",
+      { class: "work" },
+      h(
+        "tbody",
+        {},
+        rows.map((row) =>
+          h(
+            "tr",
+            {},
+            h("th", { scope: "row" }, h("a", { href: linkTo({ view: "curves", metric: row.metric }), text: row.label })),
+            h("td", { text: show(row) }),
+            h(
+              "td",
+              { class: "soft" },
+              row.share === undefined ? null : [percent(row.share), h("span", { class: "note", text: " of the step" })],
+            ),
+            h("td", { class: "soft note", text: row.meaning }),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 VIEWS.curves = async (main) => {
   const still = staying();
   const runs = overlaid();
   const names = [...new Set(runs.flatMap((run) => run.metrics))];
-  const weight = Number(here.smooth ?? 0.6), axis = here.x || "step";
+  const weight = Number(here.smooth ?? 0.6),
+    axis = here.x || "step";
   const found = h("div", { class: "charts" });
-  const control = h("section", { class: "panel controls" },
-    h("label", {}, "Metric", h("input", { type: "search", id: "metric", value: here.metric || "", placeholder: "part of a name", oninput: (event) => { here.metric = event.target.value || undefined; history.replaceState(null, "", addressOf(here)); draw(); } })),
-    h("label", {}, "Smoothing", h("span", { class: "ranged" }, h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight, onchange: (event) => go({ smooth: event.target.value }, true) }), h("output", { text: weight.toFixed(2) }))),
-    h("label", {}, "Across", h("select", { onchange: (event) => go({ x: event.target.value }, true) }, [["step", "steps"], ["tokens", "tokens sampled"], ["time", "time"]].map(([value, label]) => h("option", { value, selected: value === axis, text: label })))),
-    RUNS.length > 1 ? h("fieldset", {}, h("legend", { text: "Runs" }), RUNS.map((run) => h("label", { class: "check" }, h("input", { type: "checkbox", checked: runs.includes(run), disabled: run === runHere(), onchange: (event) => {
-      const kept = new Set(runs.map((one) => one.run));
-      if (event.target.checked) kept.add(run.run); else kept.delete(run.run);
-      go({ overlay: [...kept].join(",") || "none" }, true);
-    } }), h("span", { class: "swatch", style: { background: lineColour(run.run) } }), run.name))) : null,
-    h("p", { class: "hint", text: "Click a point for the completions of its step; drag to look closer, double-click to go back." }));
+  const control = h(
+    "section",
+    { class: "panel controls" },
+    h(
+      "label",
+      {},
+      "Metric",
+      h("input", {
+        type: "search",
+        id: "metric",
+        value: here.metric || "",
+        placeholder: "part of a name",
+        oninput: (event) => {
+          here.metric = event.target.value || undefined;
+          history.replaceState(null, "", addressOf(here));
+          draw();
+        },
+      }),
+    ),
+    h(
+      "label",
+      {},
+      "Smoothing",
+      h(
+        "span",
+        { class: "ranged" },
+        h("input", {
+          type: "range",
+          min: 0,
+          max: 0.98,
+          step: 0.02,
+          value: weight,
+          onchange: (event) => go({ smooth: event.target.value }, true),
+        }),
+        h("output", { text: weight.toFixed(2) }),
+      ),
+    ),
+    h(
+      "label",
+      {},
+      "Across",
+      h(
+        "select",
+        { onchange: (event) => go({ x: event.target.value }, true) },
+        [
+          ["step", "steps"],
+          ["tokens", "tokens sampled"],
+          ["time", "time"],
+        ].map(([value, label]) => h("option", { value, selected: value === axis, text: label })),
+      ),
+    ),
+    RUNS.length > 1
+      ? h(
+          "fieldset",
+          {},
+          h("legend", { text: "Runs" }),
+          RUNS.map((run) =>
+            h(
+              "label",
+              { class: "check" },
+              h("input", {
+                type: "checkbox",
+                checked: runs.includes(run),
+                disabled: run === runHere(),
+                onchange: (event) => {
+                  const kept = new Set(runs.map((one) => one.run));
+                  if (event.target.checked) kept.add(run.run);
+                  else kept.delete(run.run);
+                  go({ overlay: [...kept].join(",") || "none" }, true);
+                },
+              }),
+              h("span", { class: "swatch", style: { background: lineColour(run.run) } }),
+              run.name,
+            ),
+          ),
+        )
+      : null,
+    h("p", {
+      class: "hint",
+      text: "Click a point for the completions of its step; drag to look closer, double-click to go back.",
+    }),
+  );
   const work = (await ask("health", { run: runHere().run }, runHere().state === "live")).work;
   if (!still()) return;
   fill(main, control, work.length && !here.metric ? panel("Where a step goes, over the last ten", workTable(work)) : null, found);
-  if (!names.length) { fill(found, empty("This run has no metrics yet.")); return; }
-  const lazily = new IntersectionObserver((entries) => entries.forEach((entry) => {
-    if (!entry.isIntersecting) return;
-    lazily.unobserve(entry.target);
-    entry.target.draw();
-  }), { rootMargin: "300px" });
+  if (!names.length) {
+    fill(found, empty("This run has no metrics yet."));
+    return;
+  }
+  const lazily = new IntersectionObserver(
+    (entries) =>
+      entries.forEach((entry) => {
+        if (!entry.isIntersecting) return;
+        lazily.unobserve(entry.target);
+        entry.target.draw();
+      }),
+    { rootMargin: "300px" },
+  );
   function draw() {
     lazily.disconnect();
     const wanted = (here.metric || "").toLowerCase();
     const chosen = names.filter((name) => name.toLowerCase().includes(wanted) && !name.endsWith("/half_width"));
-    const order = (name) => (FIRST_NAMES.indexOf(name) + 1) || 99;
-    const families = [...new Set(chosen.map(FAMILY))].sort((a, b) => (Object.keys(FAMILIES).indexOf(a) + 99) % 99 - (Object.keys(FAMILIES).indexOf(b) + 99) % 99);
-    fill(found, families.map((family) => panel(FAMILIES[family] || family,
-      h("div", { class: "chart-grid" }, chosen.filter((name) => FAMILY(name) === family).sort((a, b) => order(a) - order(b) || a.localeCompare(b)).map(place)))));
+    const order = (name) => FIRST_NAMES.indexOf(name) + 1 || 99;
+    const families = [...new Set(chosen.map(FAMILY))].sort(
+      (a, b) => ((Object.keys(FAMILIES).indexOf(a) + 99) % 99) - ((Object.keys(FAMILIES).indexOf(b) + 99) % 99),
+    );
+    fill(
+      found,
+      families.map((family) =>
+        panel(
+          FAMILIES[family] || family,
+          h(
+            "div",
+            { class: "chart-grid" },
+            chosen
+              .filter((name) => FAMILY(name) === family)
+              .sort((a, b) => order(a) - order(b) || a.localeCompare(b))
+              .map(place),
+          ),
+        ),
+      ),
+    );
     if (!chosen.length) fill(found, empty(`No metric has “${here.metric}” in its name.`));
   }
   function place(name) {
@@ -396,13 +905,34 @@ VIEWS.curves = async (main) => {
           const curves = await askCurves(run.run, [name]);
           const values = curves.values[name];
           const xs = axis === "tokens" && curves.tokens.length ? curves.tokens : axis === "time" ? curves.seconds : curves.steps;
-          lines.push({ name: run.name, run: run.run, steps: curves.steps, xs, ys: smooth(values, weight), raw: weight ? values : null, colour: lineColour(run.run) });
+          lines.push({
+            name: run.name,
+            run: run.run,
+            steps: curves.steps,
+            xs,
+            ys: smooth(values, weight),
+            raw: weight ? values : null,
+            colour: lineColour(run.run),
+          });
         }
         if (!still() || !lines.length) return;
-        chart(element, lines, { label: name, time: axis === "time", pick: (x) => {
-          const line = lines.find((one) => one.xs.includes(x)) || lines[0];
-          go({ view: null, run: line.run || null, step: line.steps[line.xs.indexOf(x)], group: null, c: null, metric: null, smooth: null, x: null });
-        } });
+        chart(element, lines, {
+          label: name,
+          time: axis === "time",
+          pick: (x) => {
+            const line = lines.find((one) => one.xs.includes(x)) || lines[0];
+            go({
+              view: null,
+              run: line.run || null,
+              step: line.steps[line.xs.indexOf(x)],
+              group: null,
+              c: null,
+              metric: null,
+              smooth: null,
+              x: null,
+            });
+          },
+        });
         const last = lines.map((line) => (line.raw || line.ys).filter((value) => value !== null).at(-1));
         frame.querySelector("figcaption").append(h("span", { class: "last", text: last.map((value) => fmt(value)).join(" · ") }));
       } catch (error) {
@@ -419,19 +949,57 @@ VIEWS.curves = async (main) => {
 
 VIEWS.search = async (main) => {
   const run = runHere();
-  if (ANSWERS) { fill(main, panel("Search", empty("A report holds some groups only. Open the run to search all of it: groupwise view RUN"))); return; }
-  const field = (name, label, attributes = {}) => h("label", {}, label, h("input", { name, value: here[name] ?? "", ...attributes }));
+  if (ANSWERS) {
+    fill(main, panel("Search", empty("A report holds some groups only. Open the run to search all of it: groupwise view RUN")));
+    return;
+  }
+  const field = (name, label, attributes = {}) =>
+    h("label", {}, label, h("input", { name, value: here[name] ?? "", ...attributes }));
   const functions = run.metrics.filter((name) => /^rewards\/.*\/mean$/.test(name)).map((name) => name.slice(8, -5));
-  const select = (name, label, values) => h("label", {}, label, h("select", { name }, values.map(([value, text]) => h("option", { value, text, selected: (here[name] ?? "") === value }))));
-  const form = h("form", { class: "panel controls", role: "search" },
-    h("label", { class: "grow" }, "Completion holds", h("input", { name: "text", id: "search-text", type: "search", value: here.text ?? "", placeholder: "text, upper or lower case" })),
+  const select = (name, label, values) =>
+    h(
+      "label",
+      {},
+      label,
+      h(
+        "select",
+        { name },
+        values.map(([value, text]) => h("option", { value, text, selected: (here[name] ?? "") === value })),
+      ),
+    );
+  const form = h(
+    "form",
+    { class: "panel controls", role: "search" },
+    h(
+      "label",
+      { class: "grow" },
+      "Completion holds",
+      h("input", {
+        name: "text",
+        id: "search-text",
+        type: "search",
+        value: here.text ?? "",
+        placeholder: "text, upper or lower case",
+      }),
+    ),
     h("label", { class: "grow" }, "Prompt holds", h("input", { name: "prompt", type: "search", value: here.prompt ?? "" })),
     select("function", "Reward", [["", "combined"], ...functions.map((name) => [name, name])]),
-    field("low", "from", { type: "number", step: "any", class: "short" }), field("high", "to", { type: "number", step: "any", class: "short" }),
-    select("finish", "Finish", [["", "any"], ["eos", "ended"], ["length", "cut off"], ["stop", "stop string"]]),
-    field("first", "Steps from", { type: "number", class: "short" }), field("last", "to", { type: "number", class: "short" }),
-    select("kind", "Of", [["", "training"], ["evaluation", "held out"]]),
-    h("button", { type: "submit", class: "main", text: "Search" }));
+    field("low", "from", { type: "number", step: "any", class: "short" }),
+    field("high", "to", { type: "number", step: "any", class: "short" }),
+    select("finish", "Finish", [
+      ["", "any"],
+      ["eos", "ended"],
+      ["length", "cut off"],
+      ["stop", "stop string"],
+    ]),
+    field("first", "Steps from", { type: "number", class: "short" }),
+    field("last", "to", { type: "number", class: "short" }),
+    select("kind", "Of", [
+      ["", "training"],
+      ["evaluation", "held out"],
+    ]),
+    h("button", { type: "submit", class: "main", text: "Search" }),
+  );
   const submit = (event) => {
     event?.preventDefault();
     const changed = Object.fromEntries([...new FormData(form)].map(([key, value]) => [key, value || undefined]));
@@ -460,7 +1028,8 @@ VIEWS.search = async (main) => {
     return read();
   };
   const read = async () => {
-    const kind = kindHere(), still_ = still;
+    const kind = kindHere(),
+      still_ = still;
     more.hidden = true;
     try {
       while (still_() && cursor !== null && total < wanted) {
@@ -470,36 +1039,81 @@ VIEWS.search = async (main) => {
         total += answer.found.length;
         seen += answer.seen;
         cursor = answer.next;
-        count.textContent = `${many(total, "completion")} in the ${many(seen, "newest step", "newest steps")}` + (answer.left ? `, ${answer.left.toLocaleString("en")} steps not looked at yet` : "; that is all");
+        count.textContent =
+          `${many(total, "completion")} in the ${many(seen, "newest step", "newest steps")}` +
+          (answer.left ? `, ${answer.left.toLocaleString("en")} steps not looked at yet` : "; that is all");
       }
     } catch (error) {
       if (still_()) count.textContent = error.message;
     }
     if (still_()) more.hidden = cursor === null;
   };
-  more.addEventListener("click", () => { wanted = total + 60; read(); });
+  more.addEventListener("click", () => {
+    wanted = total + 60;
+    read();
+  });
   await begin();
 };
 
 function foundRow(one) {
   const place = linkTo({ run: here.run, kind: here.kind, step: one.step, group: one.group, c: one.index, text: here.text });
-  return h("li", {}, h("a", { href: place },
-    h("span", { class: "where", text: `step ${one.step} · group ${one.group} · #${one.index}` }),
-    h("span", { class: "reward", text: fmt(here.function ? one.value : one.reward) }),
-    h("span", { class: "excerpt", dir: "auto" }, ...marked(one.excerpt, here.text)),
-    h("span", { class: "note", text: `${many(one.length, "token")}${one.finish === "length" ? " · cut off" : ""}` })));
+  return h(
+    "li",
+    {},
+    h(
+      "a",
+      { href: place },
+      h("span", { class: "where", text: `step ${one.step} · group ${one.group} · #${one.index}` }),
+      h("span", { class: "reward", text: fmt(here.function ? one.value : one.reward) }),
+      h("span", { class: "excerpt", dir: "auto" }, ...marked(one.excerpt, here.text)),
+      h("span", { class: "note", text: `${many(one.length, "token")}${one.finish === "length" ? " · cut off" : ""}` }),
+    ),
+  );
 }
 
 // ---------------------------------------------------------------- two steps, two runs
 
 VIEWS.compare = async (main) => {
-  const run = runHere(), still = staying(), kind = kindHere();
+  const run = runHere(),
+    still = staying(),
+    kind = kindHere();
   const other = RUNS[Number(here.other ?? here.run) || 0] || run;
-  if (ANSWERS) { fill(main, await differences(overlaid())); return; }
-  const picker = (label, runKey, stepKey, of, step) => h("fieldset", {}, h("legend", { text: label }),
-    h("label", {}, "Run", h("select", { onchange: (event) => go({ [runKey]: event.target.value, [stepKey]: null, key: null }) }, RUNS.map((one) => h("option", { value: one.run, selected: one === of, text: one.name })))),
-    h("label", {}, "Step", h("input", { type: "number", class: "short", value: step ?? "", min: 0, onchange: (event) => go({ [stepKey]: event.target.value, key: null }) })));
-  const controls = h("section", { class: "panel controls" }), pairs = h("div"), sides = h("div", { class: "sides" }), config = h("div");
+  if (ANSWERS) {
+    fill(main, await differences(overlaid()));
+    return;
+  }
+  const picker = (label, runKey, stepKey, of, step) =>
+    h(
+      "fieldset",
+      {},
+      h("legend", { text: label }),
+      h(
+        "label",
+        {},
+        "Run",
+        h(
+          "select",
+          { onchange: (event) => go({ [runKey]: event.target.value, [stepKey]: null, key: null }) },
+          RUNS.map((one) => h("option", { value: one.run, selected: one === of, text: one.name })),
+        ),
+      ),
+      h(
+        "label",
+        {},
+        "Step",
+        h("input", {
+          type: "number",
+          class: "short",
+          value: step ?? "",
+          min: 0,
+          onchange: (event) => go({ [stepKey]: event.target.value, key: null }),
+        }),
+      ),
+    );
+  const controls = h("section", { class: "panel controls" }),
+    pairs = h("div"),
+    sides = h("div", { class: "sides" }),
+    config = h("div");
   fill(main, controls, pairs, sides, config);
   let found;
   try {
@@ -508,15 +1122,58 @@ VIEWS.compare = async (main) => {
     if (still()) fill(pairs, panel("Prompts of both", failed(error)));
   }
   if (!still()) return;
-  fill(controls, picker("Left", "run", "step", run, found?.step ?? here.step), picker("Right", "other", "with", other, found?.with ?? here.with),
-    found?.near.length ? h("p", { class: "hint" }, "Steps with the same prompts as the right one: ", found.near.slice(0, 8).map(([step, count]) => h("a", { class: "chip", href: addressOf({ ...here, step, key: undefined }), text: `${step} (${count})` }))) : null);
+  fill(
+    controls,
+    picker("Left", "run", "step", run, found?.step ?? here.step),
+    picker("Right", "other", "with", other, found?.with ?? here.with),
+    found?.near.length
+      ? h(
+          "p",
+          { class: "hint" },
+          "Steps with the same prompts as the right one: ",
+          found.near
+            .slice(0, 8)
+            .map(([step, count]) =>
+              h("a", { class: "chip", href: addressOf({ ...here, step, key: undefined }), text: `${step} (${count})` }),
+            ),
+        )
+      : null,
+  );
   if (found) {
     const chosen = found.pairs.find((pair) => pair.key === here.key) || found.pairs[0];
-    fill(pairs, panel("Prompts of both",
-      h("p", { class: "hint", text: found.pairs.length ? `${found.pairs.length} of ${found.left} and ${found.right} groups share their prompt; the one whose reward moved most first.` : `None of the ${found.left} and ${found.right} groups share a prompt: choose other steps.` }),
-      h("ol", { class: "pairs" }, found.pairs.slice(0, 24).map((pair) => h("li", {}, h("a", { href: addressOf({ ...here, key: pair.key }), "aria-current": pair === chosen ? "true" : undefined }, h("span", { class: "prompt" }, ...visible(lastLine(pair.prompt))), h("span", { class: "moved", text: `${fmt(pair.left.mean)} → ${fmt(pair.right.mean)}` })))))));
+    fill(
+      pairs,
+      panel(
+        "Prompts of both",
+        h("p", {
+          class: "hint",
+          text: found.pairs.length
+            ? `${found.pairs.length} of ${found.left} and ${found.right} groups share their prompt; the one whose reward moved most first.`
+            : `None of the ${found.left} and ${found.right} groups share a prompt: choose other steps.`,
+        }),
+        h(
+          "ol",
+          { class: "pairs" },
+          found.pairs
+            .slice(0, 24)
+            .map((pair) =>
+              h(
+                "li",
+                {},
+                h(
+                  "a",
+                  { href: addressOf({ ...here, key: pair.key }), "aria-current": pair === chosen ? "true" : undefined },
+                  h("span", { class: "prompt" }, ...visible(lastLine(pair.prompt))),
+                  h("span", { class: "moved", text: `${fmt(pair.left.mean)} → ${fmt(pair.right.mean)}` }),
+                ),
+              ),
+            ),
+        ),
+      ),
+    );
     if (chosen) {
-      const left = h("div", { class: "side" }), right = h("div", { class: "side" });
+      const left = h("div", { class: "side" }),
+        right = h("div", { class: "side" });
       fill(sides, left, right);
       const title = (of, step) => h("h2", { class: "side-title", text: `${of.name}, step ${step}` });
       const body = [h("div"), h("div")];
@@ -538,20 +1195,54 @@ async function differences(runs) {
   const found = await Promise.all(runs.map((run) => ask("config", { run: run.run })));
   const keys = [...new Set(found.flatMap((one) => Object.keys(one.config)))].sort();
   const differing = keys.filter((key) => new Set(found.map((one) => JSON.stringify(one.config[key]))).size > 1);
-  return panel("Differences of their configurations", differing.length
-    ? configTable(runs, found, differing, "config") : empty(runs.length > 1 ? "Their recipes are the same." : "There is only one run."));
+  return panel(
+    "Differences of their configurations",
+    differing.length
+      ? configTable(runs, found, differing, "config")
+      : empty(runs.length > 1 ? "Their recipes are the same." : "There is only one run."),
+  );
 }
 
 function configTable(runs, found, keys, part) {
-  const show = (value) => (value === undefined ? "–" : value === null ? "none" : typeof value === "string" ? value : JSON.stringify(value));
-  return h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "table" }, h("table", { class: "config" }, h("thead", {}, h("tr", {}, h("th", { scope: "col", text: "Key" }), runs.map((run) => h("th", { scope: "col", text: run.name })))),
-    h("tbody", {}, keys.map((key) => h("tr", {}, h("th", { scope: "row", text: key }), found.map((one) => h("td", {}, ...visible(show(one[part][key])))))))));
+  const show = (value) =>
+    value === undefined ? "–" : value === null ? "none" : typeof value === "string" ? value : JSON.stringify(value);
+  return h(
+    "div",
+    { class: "scroll", tabindex: 0, role: "group", "aria-label": "table" },
+    h(
+      "table",
+      { class: "config" },
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          h("th", { scope: "col", text: "Key" }),
+          runs.map((run) => h("th", { scope: "col", text: run.name })),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        keys.map((key) =>
+          h(
+            "tr",
+            {},
+            h("th", { scope: "row", text: key }),
+            found.map((one) => h("td", {}, ...visible(show(one[part][key])))),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 // ---------------------------------------------------------------- why did the reward move
 
 VIEWS.why = async (main) => {
-  const run = runHere(), still = staying();
+  const run = runHere(),
+    still = staying();
   const ends = ["before0", "before1", "after0", "after1"];
   const body = h("div");
   fill(main, body);
@@ -565,51 +1256,199 @@ VIEWS.why = async (main) => {
   }
   const curves = await askCurves(run.run, firstMetrics(run));
   if (!still()) return;
-  const [was, is] = found.reward, stretch = ([a, b]) => (a === b ? `step ${a}` : `steps ${a} to ${b}`);
+  const [was, is] = found.reward,
+    stretch = ([a, b]) => (a === b ? `step ${a}` : `steps ${a} to ${b}`);
   const numbersOf = () => Object.fromEntries(ends.map((end) => [end, form.elements[end].value]));
-  const form = h("form", { class: "controls", onsubmit: (event) => { event.preventDefault(); go(numbersOf()); } },
-    [["Before", 0], ["After", 2]].map(([label, i]) => h("fieldset", {}, h("legend", { text: label }), h("label", {}, "from step", h("input", { name: ends[i], type: "number", class: "short", value: found[label.toLowerCase()][0] })), h("label", {}, "to", h("input", { name: ends[i + 1], type: "number", class: "short", value: found[label.toLowerCase()][1] })))),
-    ANSWERS ? null : h("button", { type: "submit", class: "main", text: "Compare" }), here.before0 !== undefined ? h("button", { type: "button", onclick: () => go(Object.fromEntries(ends.map((end) => [end, null]))), text: "Largest move" }) : null);
+  const form = h(
+    "form",
+    {
+      class: "controls",
+      onsubmit: (event) => {
+        event.preventDefault();
+        go(numbersOf());
+      },
+    },
+    [
+      ["Before", 0],
+      ["After", 2],
+    ].map(([label, i]) =>
+      h(
+        "fieldset",
+        {},
+        h("legend", { text: label }),
+        h(
+          "label",
+          {},
+          "from step",
+          h("input", { name: ends[i], type: "number", class: "short", value: found[label.toLowerCase()][0] }),
+        ),
+        h(
+          "label",
+          {},
+          "to",
+          h("input", { name: ends[i + 1], type: "number", class: "short", value: found[label.toLowerCase()][1] }),
+        ),
+      ),
+    ),
+    ANSWERS ? null : h("button", { type: "submit", class: "main", text: "Compare" }),
+    here.before0 !== undefined
+      ? h("button", {
+          type: "button",
+          onclick: () => go(Object.fromEntries(ends.map((end) => [end, null]))),
+          text: "Largest move",
+        })
+      : null,
+  );
   const searchFor = (more) => linkTo({ view: "search", first: found.after[0], last: found.after[1], ...more });
-  const table = (rows, name, link) => h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": name }, h("table", { class: "moves" },
-    h("thead", {}, h("tr", {}, [name, "before", "after", "goes with the reward"].map((text) => h("th", { scope: "col", text })))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, h("th", { scope: "row" }, link ? h("a", { href: link(row), text: row.name }) : row.name), h("td", { text: fmt(row.before) }), h("td", { text: fmt(row.after) }), h("td", {}, relation(row.correlation)))))));
-  fill(body,
-    panel("Why did the reward move?",
-      h("p", { class: "lead" }, `Between ${stretch(found.before)} and ${stretch(found.after)} the mean reward went from `, h("b", { text: fmt(was) }), " to ", h("b", { text: fmt(is) }), `, by ${fmt(is - was, true)}. ${here.before0 === undefined ? "It is the largest move of the run." : ""}`),
-      curves.values.reward ? scrubber(curves, "reward", stepsOf(run, "training"), found.after[0], (step) => {
-        const width = found.after[1] - found.after[0];
-        go({ before0: Math.max(1, step - width - 1), before1: Math.max(1, step - 1), after0: step, after1: step + width });
-      }) : null,
-      h("p", { class: "hint", text: `Read: ${many(found.completions[0], "completion")} before, ${found.completions[1].toLocaleString("en")} after. What goes with the reward need not cause it: follow a link and read.` }), form),
-    h("div", { class: "two" },
-      panel("What is written", found.phrases.length ? h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "phrases" }, h("table", { class: "moves" },
-        h("thead", {}, h("tr", {}, ["phrase", "share before", "after", "reward with it", "without"].map((text) => h("th", { scope: "col", text })))),
-        h("tbody", {}, found.phrases.map((one) => h("tr", {}, h("th", { scope: "row" }, h("a", { class: "phrase", href: searchFor({ text: one.phrase }) }, ...visible(one.phrase, true))), h("td", { text: percent(one.before) }), h("td", { text: percent(one.after) }), h("td", { text: fmt(one.with) }), h("td", { text: fmt(one.without) })))))) : empty("No word or phrase became more or less frequent.")),
-      h("div", {},
-        panel("Reward functions", table(found.functions, "function", (row) => searchFor({ function: row.name }))),
+  const table = (rows, name, link) =>
+    h(
+      "div",
+      { class: "scroll", tabindex: 0, role: "group", "aria-label": name },
+      h(
+        "table",
+        { class: "moves" },
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            [name, "before", "after", "goes with the reward"].map((text) => h("th", { scope: "col", text })),
+          ),
+        ),
+        h(
+          "tbody",
+          {},
+          rows.map((row) =>
+            h(
+              "tr",
+              {},
+              h("th", { scope: "row" }, link ? h("a", { href: link(row), text: row.name }) : row.name),
+              h("td", { text: fmt(row.before) }),
+              h("td", { text: fmt(row.after) }),
+              h("td", {}, relation(row.correlation)),
+            ),
+          ),
+        ),
+      ),
+    );
+  fill(
+    body,
+    panel(
+      "Why did the reward move?",
+      h(
+        "p",
+        { class: "lead" },
+        `Between ${stretch(found.before)} and ${stretch(found.after)} the mean reward went from `,
+        h("b", { text: fmt(was) }),
+        " to ",
+        h("b", { text: fmt(is) }),
+        `, by ${fmt(is - was, true)}. ${here.before0 === undefined ? "It is the largest move of the run." : ""}`,
+      ),
+      curves.values.reward
+        ? scrubber(curves, "reward", stepsOf(run, "training"), found.after[0], (step) => {
+            const width = found.after[1] - found.after[0];
+            go({ before0: Math.max(1, step - width - 1), before1: Math.max(1, step - 1), after0: step, after1: step + width });
+          })
+        : null,
+      h("p", {
+        class: "hint",
+        text: `Read: ${many(found.completions[0], "completion")} before, ${found.completions[1].toLocaleString("en")} after. What goes with the reward need not cause it: follow a link and read.`,
+      }),
+      form,
+    ),
+    h(
+      "div",
+      { class: "two" },
+      panel(
+        "What is written",
+        found.phrases.length
+          ? h(
+              "div",
+              { class: "scroll", tabindex: 0, role: "group", "aria-label": "phrases" },
+              h(
+                "table",
+                { class: "moves" },
+                h(
+                  "thead",
+                  {},
+                  h(
+                    "tr",
+                    {},
+                    ["phrase", "share before", "after", "reward with it", "without"].map((text) =>
+                      h("th", { scope: "col", text }),
+                    ),
+                  ),
+                ),
+                h(
+                  "tbody",
+                  {},
+                  found.phrases.map((one) =>
+                    h(
+                      "tr",
+                      {},
+                      h(
+                        "th",
+                        { scope: "row" },
+                        h("a", { class: "phrase", href: searchFor({ text: one.phrase }) }, ...visible(one.phrase, true)),
+                      ),
+                      h("td", { text: percent(one.before) }),
+                      h("td", { text: percent(one.after) }),
+                      h("td", { text: fmt(one.with) }),
+                      h("td", { text: fmt(one.without) }),
+                    ),
+                  ),
+                ),
+              ),
+            )
+          : empty("No word or phrase became more or less frequent."),
+      ),
+      h(
+        "div",
+        {},
+        panel(
+          "Reward functions",
+          table(found.functions, "function", (row) => searchFor({ function: row.name })),
+        ),
         panel("Form", table(found.features, "of the text")),
-        panel("How completions ended", table(found.finish, "finish", (row) => searchFor({ finish: row.name }))))));
+        panel(
+          "How completions ended",
+          table(found.finish, "finish", (row) => searchFor({ finish: row.name })),
+        ),
+      ),
+    ),
+  );
 };
 
 function relation(correlation) {
   if (correlation === null) return h("span", { class: "soft", text: "does not vary" });
   const size = Math.abs(correlation);
   const words = size > 0.6 ? "strongly" : size > 0.3 ? "clearly" : size > 0.1 ? "weakly" : "not";
-  return h("span", { class: "relation", title: `correlation ${fmt(correlation, true)}` }, h("span", { class: "bar" }, h("span", { class: correlation < 0 ? "minus" : "plus", style: { width: `${50 * size}%` } })), `${words}${size > 0.1 ? (correlation > 0 ? " up" : " down") : ""}`);
+  return h(
+    "span",
+    { class: "relation", title: `correlation ${fmt(correlation, true)}` },
+    h("span", { class: "bar" }, h("span", { class: correlation < 0 ? "minus" : "plus", style: { width: `${50 * size}%` } })),
+    `${words}${size > 0.1 ? (correlation > 0 ? " up" : " down") : ""}`,
+  );
 }
 
 // ---------------------------------------------------------------- signs of reward hacking
 
 VIEWS.lenses = async (main) => {
-  const run = runHere(), still = staying();
+  const run = runHere(),
+    still = staying();
   fill(main, panel("Is the reward being cheated?", skeleton(6)));
   let found;
-  try { found = await ask("lenses", { run: run.run, first: here.first, last: here.last }, run.state === "live"); } catch (error) {
+  try {
+    found = await ask("lenses", { run: run.run, first: here.first, last: here.last }, run.state === "live");
+  } catch (error) {
     if (still()) fill(main, panel("Is the reward being cheated?", failed(error)));
     return;
   }
-  const curves = await askCurves(run.run, ["completions/duplicates", "eval/greedy", "eval/sampled", "reward"].filter((name) => run.metrics.includes(name)));
+  const curves = await askCurves(
+    run.run,
+    ["completions/duplicates", "eval/greedy", "eval/sampled", "reward"].filter((name) => run.metrics.includes(name)),
+  );
   if (!still()) return;
   const { points } = found;
   const columns = { length: points.length, repetition: points.repetition, ...points.functions };
@@ -617,32 +1456,157 @@ VIEWS.lenses = async (main) => {
   const across = columns[here.across] ? here.across : "length";
   const place = (i) => [points.step[i], points.group[i], points.index[i]];
   const link = ([step, group, index]) => linkTo({ step, group, c: index });
-  const plotted = points.reward.map((y, i) => ({ x: columns[across][i], y, place: place(i) })).filter((point) => point.x !== null && point.y !== null);
+  const plotted = points.reward
+    .map((y, i) => ({ x: columns[across][i], y, place: place(i) }))
+    .filter((point) => point.x !== null && point.y !== null);
   const seen = new Set();
-  const ranked = [...plotted].sort((a, b) => b.y - a.y || b.x - a.x).filter(({ place: [step, group] }) => !seen.has(`${step}/${group}`) && seen.add(`${step}/${group}`)).slice(0, 6);
+  const ranked = [...plotted]
+    .sort((a, b) => b.y - a.y || b.x - a.x)
+    .filter(({ place: [step, group] }) => !seen.has(`${step}/${group}`) && seen.add(`${step}/${group}`))
+    .slice(0, 6);
   const sentence = (name) => {
     const value = found.correlations[name];
     return h("li", {}, h("a", { href: addressOf({ ...here, across: name }), text: name }), relation(value));
   };
   const evaluated = ["eval/greedy", "eval/sampled"].find((name) => (curves.values[name] || []).some((value) => value !== null));
-  fill(main,
-    panel("Is the reward being cheated?",
-      h("p", { class: "lead", text: `${many(points.reward.length, "completion")} of steps ${found.first} to ${found.last}. A reward that can be had without the task shows here: longer, more repetitive or better formatted texts earn more, and the answers do not get better.` }),
-      h("form", { class: "controls", onsubmit: (event) => { event.preventDefault(); go(Object.fromEntries(new FormData(event.target))); } },
-        h("label", {}, "Steps from", h("input", { name: "first", type: "number", class: "short", value: found.first })), h("label", {}, "to", h("input", { name: "last", type: "number", class: "short", value: found.last })),
-        ANSWERS ? null : h("button", { type: "submit", class: "main", text: "Look" }))),
-    h("div", { class: "two" },
-      panel(`Reward against ${label[across] || across}`,
-        h("div", { class: "switch", role: "group", "aria-label": "against" }, Object.keys(columns).map((name) => h("button", { type: "button", "aria-pressed": String(name === across), onclick: () => go({ across: name }, true), text: name }))),
-        plotted.length ? scatter(plotted, { x: label[across] || across, y: "reward", choose: ([step, group, index]) => go({ view: null, step, group, c: index, across: null, first: null, last: null }) }) : empty("Nothing to draw."),
+  fill(
+    main,
+    panel(
+      "Is the reward being cheated?",
+      h("p", {
+        class: "lead",
+        text: `${many(points.reward.length, "completion")} of steps ${found.first} to ${found.last}. A reward that can be had without the task shows here: longer, more repetitive or better formatted texts earn more, and the answers do not get better.`,
+      }),
+      h(
+        "form",
+        {
+          class: "controls",
+          onsubmit: (event) => {
+            event.preventDefault();
+            go(Object.fromEntries(new FormData(event.target)));
+          },
+        },
+        h("label", {}, "Steps from", h("input", { name: "first", type: "number", class: "short", value: found.first })),
+        h("label", {}, "to", h("input", { name: "last", type: "number", class: "short", value: found.last })),
+        ANSWERS ? null : h("button", { type: "submit", class: "main", text: "Look" }),
+      ),
+    ),
+    h(
+      "div",
+      { class: "two" },
+      panel(
+        `Reward against ${label[across] || across}`,
+        h(
+          "div",
+          { class: "switch", role: "group", "aria-label": "against" },
+          Object.keys(columns).map((name) =>
+            h("button", {
+              type: "button",
+              "aria-pressed": String(name === across),
+              onclick: () => go({ across: name }, true),
+              text: name,
+            }),
+          ),
+        ),
+        plotted.length
+          ? scatter(plotted, {
+              x: label[across] || across,
+              y: "reward",
+              choose: ([step, group, index]) => go({ view: null, step, group, c: index, across: null, first: null, last: null }),
+            })
+          : empty("Nothing to draw."),
         h("p", { class: "hint", text: "Click a point to read it. The best rewarded, the longest of them first:" }),
-        h("ul", { class: "links" }, ranked.map((point) => h("li", {}, h("a", { href: link(point.place), text: `step ${point.place[0]} · group ${point.place[1]} · #${point.place[2]}: reward ${fmt(point.y)}, ${across} ${fmt(point.x)}` }))))),
-      h("div", {},
+        h(
+          "ul",
+          { class: "links" },
+          ranked.map((point) =>
+            h(
+              "li",
+              {},
+              h("a", {
+                href: link(point.place),
+                text: `step ${point.place[0]} · group ${point.place[1]} · #${point.place[2]}: reward ${fmt(point.y)}, ${across} ${fmt(point.x)}`,
+              }),
+            ),
+          ),
+        ),
+      ),
+      h(
+        "div",
+        {},
         panel("What the reward goes with", h("ul", { class: "relations" }, Object.keys(found.correlations).map(sentence))),
-        evaluated ? panel("Reward and held-out accuracy", h("p", { class: "hint", text: "Where the reward rises and this does not, it is being cheated or the prompts are learnt by heart." }), h("div", { class: "pair" }, ["reward", evaluated].map((name) => h("figure", {}, h("figcaption", { text: name }), sparkline(name, curves.steps, curves.values[name]))))) : null,
-        panel("One function without another", found.conflicts.length ? h("ul", { class: "links" }, found.conflicts.map((one) => h("li", {}, `${percent(one.share)} satisfy `, h("b", { text: one.high }), " and not ", h("b", { text: one.low }), ": ", one.places.map((where, i) => [i ? ", " : "", h("a", { href: link(where), text: `#${where[2]} of step ${where[0]}` })])))) : empty(Object.keys(points.functions).length > 1 ? "No function is satisfied where another is not." : "There is one reward function: nothing to hold against it.")),
-        panel("Groups that say one thing", found.duplicates.length ? h("ul", { class: "links" }, found.duplicates.map((one) => h("li", {}, h("a", { href: linkTo({ step: one.step, group: one.group }), text: `step ${one.step} · group ${one.group}` }), `: ${one.distinct} different of ${one.size}, reward ${fmt(one.reward)}`))) : empty("All completions of a group differ."),
-          curves.values["completions/duplicates"] ? h("figure", { class: "wide" }, h("figcaption", { text: "completions/duplicates: share that repeat another of their group" }), sparkline("duplicates", curves.steps, curves.values["completions/duplicates"])) : null))));
+        evaluated
+          ? panel(
+              "Reward and held-out accuracy",
+              h("p", {
+                class: "hint",
+                text: "Where the reward rises and this does not, it is being cheated or the prompts are learnt by heart.",
+              }),
+              h(
+                "div",
+                { class: "pair" },
+                ["reward", evaluated].map((name) =>
+                  h("figure", {}, h("figcaption", { text: name }), sparkline(name, curves.steps, curves.values[name])),
+                ),
+              ),
+            )
+          : null,
+        panel(
+          "One function without another",
+          found.conflicts.length
+            ? h(
+                "ul",
+                { class: "links" },
+                found.conflicts.map((one) =>
+                  h(
+                    "li",
+                    {},
+                    `${percent(one.share)} satisfy `,
+                    h("b", { text: one.high }),
+                    " and not ",
+                    h("b", { text: one.low }),
+                    ": ",
+                    one.places.map((where, i) => [
+                      i ? ", " : "",
+                      h("a", { href: link(where), text: `#${where[2]} of step ${where[0]}` }),
+                    ]),
+                  ),
+                ),
+              )
+            : empty(
+                Object.keys(points.functions).length > 1
+                  ? "No function is satisfied where another is not."
+                  : "There is one reward function: nothing to hold against it.",
+              ),
+        ),
+        panel(
+          "Groups that say one thing",
+          found.duplicates.length
+            ? h(
+                "ul",
+                { class: "links" },
+                found.duplicates.map((one) =>
+                  h(
+                    "li",
+                    {},
+                    h("a", { href: linkTo({ step: one.step, group: one.group }), text: `step ${one.step} · group ${one.group}` }),
+                    `: ${one.distinct} different of ${one.size}, reward ${fmt(one.reward)}`,
+                  ),
+                ),
+              )
+            : empty("All completions of a group differ."),
+          curves.values["completions/duplicates"]
+            ? h(
+                "figure",
+                { class: "wide" },
+                h("figcaption", { text: "completions/duplicates: share that repeat another of their group" }),
+                sparkline("duplicates", curves.steps, curves.values["completions/duplicates"]),
+              )
+            : null,
+        ),
+      ),
+    ),
+  );
 };
 
 // ---------------------------------------------------------------- configuration and environment
@@ -655,9 +1619,17 @@ VIEWS.config = async (main) => {
   const keys = [...new Set(found.flatMap((one) => Object.keys(one.config)))];
   const about = [...new Set(found.flatMap((one) => Object.keys(one.environment)))].filter((key) => !["versions"].includes(key));
   const versions = found.map((one) => ({ part: one.environment.versions || {} }));
-  fill(main,
+  fill(
+    main,
     runs.length > 1 ? await differences(runs) : null,
-    panel("Configuration", found.map((one, i) => h("p", { class: "hint" }, runs.length > 1 ? `${runs[i].name}: ` : "", one.path)), keys.length ? configTable(runs, found, keys, "config") : empty("A file of completions has none.")),
+    panel(
+      "Configuration",
+      found.map((one, i) => h("p", { class: "hint" }, runs.length > 1 ? `${runs[i].name}: ` : "", one.path)),
+      keys.length ? configTable(runs, found, keys, "config") : empty("A file of completions has none."),
+    ),
     about.length ? panel("Environment", configTable(runs, found, about, "environment")) : null,
-    versions.some((one) => Object.keys(one.part).length) ? panel("Versions", configTable(runs, versions, [...new Set(versions.flatMap((one) => Object.keys(one.part)))], "part")) : null);
+    versions.some((one) => Object.keys(one.part).length)
+      ? panel("Versions", configTable(runs, versions, [...new Set(versions.flatMap((one) => Object.keys(one.part)))], "part"))
+      : null,
+  );
 };
