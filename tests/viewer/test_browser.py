@@ -267,7 +267,7 @@ def test_episodes_are_turns_with_their_tools_and_their_time(viewer: Callable, ma
     assert page.locator("#c0 .turn.observed .said").inner_text() == "[4]"
     assert page.locator("#c0 .turn.observed .t.untrained").count() == 3
     calls = page.locator("#c0 .call").all_inner_texts()
-    assert ["add" in calls[0], '"b": 2' in calls[0], "0.250 s" in calls[0]] == [True] * 3
+    assert ["add" in calls[0], '"b": 2' in calls[0], "250 ms" in calls[0]] == [True] * 3
     assert "exception" in calls[1]
     widths = page.locator("#c0 .took .bar span").evaluate_all("all => all.map((one) => one.style.width)")
     assert widths == ["25%", "50%", "25%"], "two calls, and what is left of the second"
@@ -404,8 +404,8 @@ def test_a_bad_page_says_so_and_the_next_one_works(viewer: Callable, made: Any, 
     folder = made.make_run(tmp_path / "damaged", 3)
     (folder / "rollouts/000003.parquet").write_bytes(b"PAR1 half of it")
     page = chromium.new_page()
-    page.goto(viewer(folder).address)
-    page.wait_for_selector("[role=alert] >> text=damaged")
+    page.goto(viewer(folder).address + "#step=3")
+    page.wait_for_selector("[role=alert] >> text=000003.parquet")
     page.goto(page.url.split("#")[0] + "#step=2")
     page.wait_for_selector(".card")
     page.close()

@@ -524,3 +524,12 @@ def test_many_runs_are_opened_and_only_the_one_that_is_looked_at_is_read(made: A
         assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
     finally:
         pages.stop()
+
+
+def test_parts_of_one_phrase_are_one_row() -> None:
+    """A call's words come and go together: the longest phrase stands for all."""
+    old, new = ["so it is four"] * 20, ["call add with two words"] * 15 + ["so it is four"] * 5
+    reward = np.array([0.0] * 20 + [1.0] * 15 + [0.0] * 5)
+    rows = questions._phrases([*old, *new], reward, np.arange(40) >= 20)
+    numbers = [(row["before"], row["after"], row["with"], row["without"]) for row in rows]
+    assert len(numbers) == len(set(numbers)) == 2

@@ -205,7 +205,10 @@ class Pages:
         return questions.lenses(source, steps[-10:][0] if first is None else first, steps[-1] if last is None else last)
 
     def compare(self, asked: Parameters) -> Json:
-        """Two steps on the prompts they share, and the steps that share most with the left one."""
+        """Two steps on the prompts they share, and the steps that share most with the left one.
+
+        Where nobody chose the steps and no training steps share a prompt, evaluations are compared: their prompts stay the same.
+        """
         i, j = self._number(asked), self._number({"run": asked.get("other", asked.get("run", "0"))})
         self._open(i)
         self._open(j)
@@ -219,7 +222,11 @@ class Pages:
         if left is None:
             left = near[0][0] if near and i == j else steps[0]
         found = questions.compare((self.sources[i], left), (self.sources[j], right), kind)
-        return {**found, "step": left, "with": right, "near": near}
+        if not found["pairs"] and not asked.keys() & {"step", "with", "kind"}:
+            held_out = [source.steps(HELD_OUT) for source in (self.sources[i], self.sources[j])]
+            if all(held_out) and (i != j or len(held_out[0]) > 1):
+                return self.compare({**asked, "kind": HELD_OUT})
+        return {**found, "step": left, "with": right, "near": near, "kind": kind}
 
     def config(self, asked: Parameters) -> Json:
         """The resolved recipe and the environment."""

@@ -326,7 +326,10 @@ def _phrases(texts: Sequence[str], reward: np.ndarray, late: np.ndarray, limit: 
             }
         )
     phrases.sort(key=lambda phrase: (-phrase["rank"], -len(phrase["phrase"])))
-    return _apart(phrases, limit)
+    different: dict[Any, Json] = {}
+    for phrase in phrases:  # of parts of one phrase, whose numbers are the same, the longest stands for all
+        different.setdefault((phrase["before"], phrase["after"], phrase["with"], phrase["without"]), phrase)
+    return _apart(different.values(), limit)
 
 
 def _apart(ranked: Iterable[Json], limit: int) -> list[Json]:

@@ -44,7 +44,9 @@ function fmt(value, signed) {
   else if (size >= 10) shown = value.toFixed(1);
   else if (size >= 1) shown = value.toFixed(2);
   else if (size >= 1e-3) shown = value.toFixed(3);
-  else shown = value.toExponential(1);
+  else if (size >= 1e-6) shown = String(Number(value.toPrecision(2)));
+  else if (size >= 1e-12) shown = value.toExponential(1);
+  else shown = "≈ 0";
   return sign + shown.replace("-", "−");
 }
 
@@ -52,6 +54,13 @@ function fmt(value, signed) {
 function bytes(value) {
   const power = value > 0 ? Math.min(4, Math.floor(Math.log10(value) / 3)) : 0;
   return `${fmt(value / 1000 ** power)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+}
+
+/** A short time: milliseconds below a second. */
+function shortTime(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds >= 1) return `${fmt(seconds)} s`;
+  return seconds < 1e-4 ? "< 0.1 ms" : `${fmt(Number((1000 * seconds).toPrecision(2)))} ms`;
 }
 
 const percent = (value) =>

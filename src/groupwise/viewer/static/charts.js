@@ -85,9 +85,9 @@ function drawLine(context, xs, ys, x, y) {
   }
 }
 
-function sparkline(label, steps, values) {
+function sparkline(label, steps, values, scale) {
   return canvas({ class: "spark", "aria-label": label }, (context, width, height) => {
-    const range = rangeOf(values);
+    const range = scale || rangeOf(values);
     if (!range || steps.length < 1) return;
     const x = (step) => 2 + ((step - steps[0]) / Math.max(1, steps[steps.length - 1] - steps[0])) * (width - 4);
     const y = (value) => height - 3 - ((value - range[0]) / (range[1] - range[0])) * (height - 6);

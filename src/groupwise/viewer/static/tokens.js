@@ -189,7 +189,12 @@ class Card {
       h("span", { class: "fact", text: many(completion.length, completion.unit.slice(0, -1)) }),
       completion.finish && h("span", { class: warned ? "fact warn" : "fact", text: ended }),
       turns.length > 0 && h("span", { class: "fact", text: many(turns.length, "turn") }),
-      world > 0 && h("span", { class: "fact", title: "seconds that the world took to answer", text: `world ${fmt(world)} s` }),
+      world > 0 &&
+        h("span", {
+          class: "fact",
+          title: "time that tools and the environment took to answer",
+          text: `tools ${shortTime(world)}`,
+        }),
     ];
     const functions = Object.entries(completion.rewards);
     const parts =
@@ -453,7 +458,7 @@ function callOf(call) {
       "div",
       { class: "line" },
       h("b", {}, ...visible(call.name || "a call that cannot be read")),
-      call.seconds !== null ? h("span", { class: "soft", text: `${fmt(call.seconds)} s` }) : null,
+      call.seconds !== null ? h("span", { class: "soft", text: shortTime(call.seconds) }) : null,
       call.failure ? h("span", { class: "fact warn", text: call.failure }) : null,
     ),
     h("pre", {}, ...visible(call.arguments)),
@@ -473,11 +478,11 @@ function timeOf(turn, slowest) {
   const calls = turn.calls.map((call) => [call.name, call.seconds || 0]);
   const left = Math.max(0, turn.seconds - calls.reduce((sum, [, seconds]) => sum + seconds, 0));
   const parts = [...calls, ["else", left]].filter(([, seconds]) => seconds > 0.005 * turn.seconds);
-  const label = parts.map(([name, seconds]) => `${name} ${fmt(seconds)} s`).join(", ");
+  const label = parts.map(([name, seconds]) => `${name} ${shortTime(seconds)}`).join(", ");
   return h(
     "div",
     { class: "took", title: label },
-    h("span", { class: "soft", text: `${fmt(turn.seconds)} s` }),
+    h("span", { class: "soft", text: shortTime(turn.seconds) }),
     h(
       "span",
       { class: "bar", role: "img", "aria-label": `where ${fmt(turn.seconds)} s went: ${label}` },

@@ -211,27 +211,25 @@ function groupList(step, chosen) {
   const show = (count) => {
     fill(
       list,
-      step.groups
-        .slice(0, count)
-        .map((group) =>
+      step.groups.slice(0, count).map((group) =>
+        h(
+          "li",
+          {},
           h(
-            "li",
-            {},
-            h(
-              "a",
-              {
-                href: addressOf({ ...here, step: step.step, group: group.group, c: undefined }),
-                "aria-current": group === chosen ? "true" : undefined,
-              },
-              h("span", { class: "prompt" }, ...visible(lastLine(group.prompt))),
-              dots(group.rewards, low, high),
-              h("span", {
-                class: "note",
-                text: group.spread ? `${group.distinct} of ${group.rewards.length} differ` : "all equal: teaches nothing",
-              }),
-            ),
+            "a",
+            {
+              href: addressOf({ ...here, step: step.step, group: group.group, c: undefined }),
+              "aria-current": group === chosen ? "true" : undefined,
+            },
+            h("span", { class: "prompt" }, ...visible(lastLine(group.prompt))),
+            dots(group.rewards, low, high),
+            h("span", {
+              class: "note",
+              text: group.spread ? `${group.distinct} of ${group.rewards.length} differ` : "all equal: teaches nothing",
+            }),
           ),
         ),
+      ),
     );
     if (count < step.groups.length)
       list.append(
@@ -731,7 +729,7 @@ function workTable(rows) {
     row.unit === "share"
       ? percent(row.value)
       : row.unit === "seconds"
-        ? `${fmt(row.value)} s`
+        ? shortTime(row.value)
         : row.unit === "bytes"
           ? bytes(row.value)
           : Math.round(row.value).toLocaleString("en");
@@ -1076,8 +1074,8 @@ function foundRow(one) {
 VIEWS.compare = async (main) => {
   const run = runHere(),
     still = staying(),
-    kind = kindHere();
-  const other = RUNS[Number(here.other ?? here.run) || 0] || run;
+    chosenKind = here.kind;
+  const other = RUNS[Number(here.other)] || RUNS.find((one) => one !== run) || run;
   if (ANSWERS) {
     fill(main, await differences(overlaid()));
     return;
@@ -1117,7 +1115,7 @@ VIEWS.compare = async (main) => {
   fill(main, controls, pairs, sides, config);
   let found;
   try {
-    found = await ask("compare", { run: run.run, step: here.step, other: other.run, with: here.with, kind });
+    found = await ask("compare", { run: run.run, step: here.step, other: other.run, with: here.with, kind: chosenKind });
   } catch (error) {
     if (still()) fill(pairs, panel("Prompts of both", failed(error)));
   }
@@ -1148,8 +1146,8 @@ VIEWS.compare = async (main) => {
         h("p", {
           class: "hint",
           text: found.pairs.length
-            ? `${found.pairs.length} of ${found.left} and ${found.right} groups share their prompt; the one whose reward moved most first.`
-            : `None of the ${found.left} and ${found.right} groups share a prompt: choose other steps.`,
+            ? `${found.kind === "evaluation" ? "Held-out prompts: " : ""}${found.pairs.length} of ${found.left} and ${found.right} groups share their prompt; the one whose reward moved most first.`
+            : `No prompt was visited at both steps. Training visits a prompt again in its second epoch; evaluations ask the same prompts each time (eval.every).`,
         }),
         h(
           "ol",
@@ -1180,8 +1178,8 @@ VIEWS.compare = async (main) => {
       fill(left, title(run, found.step), body[0]);
       fill(right, title(other, found.with), body[1]);
       try {
-        await showGroup(body[0], run, kind, { step: found.step }, chosen.left, still, "l");
-        await showGroup(body[1], other, kind, { step: found.with }, chosen.right, still, "r");
+        await showGroup(body[0], run, found.kind, { step: found.step }, chosen.left, still, "l");
+        await showGroup(body[1], other, found.kind, { step: found.with }, chosen.right, still, "r");
       } catch (error) {
         if (still()) fill(sides, failed(error));
       }
@@ -1420,6 +1418,25 @@ VIEWS.why = async (main) => {
   );
 };
 
+/** What reward and held-out accuracy say together: from the means of the first and the last fifth of each. */
+function verdictOf(reward, accuracy) {
+  const known = (values) => (values || []).filter((value) => value !== null);
+  const ends = (values) => {
+    const part = Math.max(1, Math.floor(values.length / 5));
+    const mean = (some) => some.reduce((sum, value) => sum + value, 0) / some.length;
+    return [mean(values.slice(0, part)), mean(values.slice(-part))];
+  };
+  const [rewards, accuracies] = [known(reward), known(accuracy)];
+  if (rewards.length < 2 || accuracies.length < 2) return "Too few evaluations to compare: set eval.every and eval.at_start.";
+  const [was, is] = ends(rewards),
+    [before, after] = ends(accuracies);
+  const moved = `The reward went from ${fmt(was)} to ${fmt(is)}, held-out accuracy from ${percent(before)} to ${percent(after)}.`;
+  if (after >= 0.95) return `${moved} It is near its ceiling of 100 %.`;
+  if (is - was > 0.05 && after - before < 0.02)
+    return `${moved} The reward rose and accuracy did not: the reward may be cheated, or the prompts learnt by heart.`;
+  return moved;
+}
+
 function relation(correlation) {
   if (correlation === null) return h("span", { class: "soft", text: "does not vary" });
   const size = Math.abs(correlation);
@@ -1468,7 +1485,7 @@ VIEWS.lenses = async (main) => {
     const value = found.correlations[name];
     return h("li", {}, h("a", { href: addressOf({ ...here, across: name }), text: name }), relation(value));
   };
-  const evaluated = ["eval/greedy", "eval/sampled"].find((name) => (curves.values[name] || []).some((value) => value !== null));
+  const evaluated = ["eval/sampled", "eval/greedy"].find((name) => (curves.values[name] || []).some((value) => value !== null));
   fill(
     main,
     panel(
@@ -1540,13 +1557,18 @@ VIEWS.lenses = async (main) => {
               "Reward and held-out accuracy",
               h("p", {
                 class: "hint",
-                text: "Where the reward rises and this does not, it is being cheated or the prompts are learnt by heart.",
+                text: verdictOf(curves.values.reward, curves.values[evaluated]),
               }),
               h(
                 "div",
                 { class: "pair" },
                 ["reward", evaluated].map((name) =>
-                  h("figure", {}, h("figcaption", { text: name }), sparkline(name, curves.steps, curves.values[name])),
+                  h(
+                    "figure",
+                    {},
+                    h("figcaption", { text: name }),
+                    sparkline(name, curves.steps, curves.values[name], rangeOf([0, 1, ...(curves.values.reward || [])])),
+                  ),
                 ),
               ),
             )
