@@ -338,3 +338,20 @@ def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int, fork
         if 0.7 * planned < statistics.median(peaks) < 1.15 * planned:
             return
     raise AssertionError(f"planned {planned:,} bytes, and it takes {peaks}")
+
+
+@pytest.mark.slow
+def test_a_bundled_recipe_is_planned_for_another_model_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_policy: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs/scaling.md has it: a tokenizer and rows of one's own take the places of those on the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tiny_policy().save(tmp_path / "model")
+    config = json.loads(Path("model/config.json").read_text()) | {"max_position_embeddings": 4096}
+    Path("model/config.json").write_text(json.dumps(config))
+    rows = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = ["model.scratch={tokenizer: bytes, context: 4096}", "data.path=rows.jsonl", "data.eval_path=null"]
+    assert commands.main(["train", "gsm8k", "--dry-run", "--world", "8", "--model-config", "model/config.json", *changes]) == 0
+    assert "ranks 0-7" in capsys.readouterr().out

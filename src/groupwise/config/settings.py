@@ -25,7 +25,7 @@ Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 Share = Annotated[float, Ge(0.0), Lt(1.0)]
 Part = str | Mapping[str, Any]
 """A function by name, or a mapping with `name` and its keyword arguments: `{name: clipped, low: 0.2, high: 0.28}`.
-`module:function` names one of your own."""
+`file.py:function` or `module:function` names one of your own."""
 
 ONLINE = (
     "grpo",
@@ -233,7 +233,7 @@ class DataSettings:
     """Split of a hub data set."""
     task: str | None = None
     """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences,
-    calculator, guessing), or `module:NAME`, one of your own."""
+    calculator, guessing), or one of your own, `file.py:NAME` or `module:NAME`."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -336,7 +336,7 @@ class EngineSettings:
 
     name: Annotated[str, MinLen(1)] = "native"
     """`native` (in-process, on the training weights), `transformers` (plain `generate`: slow, the reference), `vllm` (a server that
-    the run starts for itself), or `module:function`, which makes an engine of your own."""
+    the run starts for itself), or `file.py:function`, which makes an engine of your own."""
     servers: tuple[str, ...] = ()
     """vllm: addresses of running servers, e.g. `[http://127.0.0.1:8000]`."""
     colocated: bool = False
@@ -472,7 +472,7 @@ class GroupSettings:
     """Groups without reward differences: `exact` (skipped, still in the denominators), `drop` (leave the denominators),
     `refill` (sample on until the step is full of live groups).  Default: the preset's."""
     filter: Part | None = None
-    """Which groups are worth training, for `dead_groups: refill`: `module:function` of your own, from a scored group to true or
+    """Which groups are worth training, for `dead_groups: refill`: `file.py:function` of your own, from a scored group to true or
     false.  Default: those whose rewards differ."""
     max_refills: Positive = 4
     """`refill` gives up after this many times `prompts_per_step` further prompts."""
@@ -668,7 +668,7 @@ class Recipe:
     objective: Annotated[str, MinLen(1)]
     """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
     cispo, sapo, vespo, gmpo, rloo, reinforce_pp, reinforce, reinforce_pp_baseline, maxrl, gspo_token, gdpo, ppo, distill,
-    distill_sampled, minillm; or `module:NAME`, an `Algorithm` of your own."""
+    distill_sampled, minillm; or `file.py:NAME`, an `Algorithm` of your own."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
