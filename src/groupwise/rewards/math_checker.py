@@ -15,7 +15,7 @@ from typing import Any
 
 from groupwise.errors import RewardError
 from groupwise.rewards.answers import LONGEST_ANSWER, numbers_equal, read_number
-from groupwise.rewards.verdicts import Undecided, decide, is_words
+from groupwise.rewards.verdicts import Undecided, decide, form_of, is_words
 from groupwise.utils.processes import Died, NotStarted, Pool
 
 CPU_SECONDS = 2.0
@@ -79,7 +79,7 @@ class Checker:
             dict.fromkeys(g for g in golds if g.strip() and len(g) <= LONGEST_GOLD and read_number(g) is None and not is_words(g))
         )
         # Equal expressions are recognised without evaluating them, so a gold has to survive a comparison with a 1 too.
-        outcomes = self._outcomes([(gold, other) for gold in asked for other in (gold, "1")])
+        outcomes = self._outcomes([(gold, other) for gold in asked for other in (form_of(gold).text, "1")])
         verdicts = {
             gold: same if isinstance(same, float) and isinstance(other, float) else None
             for gold, same, other in zip(asked, outcomes[::2], outcomes[1::2], strict=True)
