@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 
 from groupwise.data.demonstrations import UNSAID, encode_demonstrations
+from groupwise.data.pairs import encode_pairs
 from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import SourceRows
+from groupwise.data.step_labels import encode_solutions
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import DataError
@@ -240,3 +242,79 @@ def test_turns_before_a_completion_are_not_written_by_a_format_string():
     rows = [{"q": "1", "completion": "2"}, {"q": "1", "completion": [user("3"), assistant("4")]}]
     _, report = demonstrations(byte_tokenizer(), rows, template="Q: {q}")
     assert report.dropped == {"with several turns beside data.template": 1}
+
+
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ '<think>\n' if thinks }}{% endif %}"
+)
+
+
+def marked(eos="<|im_end|>", thinks=False):
+    """A tokenizer with marks as Qwen's; `eos` ends a completion."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": eos, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = QWEN.replace("if thinks", f"if {str(thinks).lower()}")
+    return tokenizer
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>\n", "<|im_end|><|im_end|>", "<|im_end|>\n<|im_end|>\n"])
+@pytest.mark.parametrize("form", ["text", "messages", "steps", "pair"])
+def test_an_answer_that_brings_its_templates_end_mark_has_one(eos, end, form):
+    tokenizer = marked(eos)
+    (mark,) = tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"]
+    user, said = {"role": "user", "content": "1+2"}, f"3{end}"
+    template, last = Template(tokenizer=tokenizer, chat=True), (tokenizer.eos_token_id,)
+    options = {"context": 200, "eos_ids": last}
+    if form == "steps":
+        row = {"prompt": "1+2", "completions": ["1", said], "labels": [True, True]}
+        (solution,), _ = encode_solutions(SourceRows("f", [row]), template, **options)
+        completions, expected = [solution.completion], "1\n3" + eos
+    elif form == "pair":
+        row = {"prompt": "1+2", "chosen": said, "rejected": [{"role": "assistant", "content": f"4{end}"}]}
+        (pair,), _ = encode_pairs(SourceRows("f", [row]), template, **options)
+        assert pair.rejected.tolist().count(mark) == 1
+        completions, expected = [pair.chosen], None
+    else:
+        answer = said if form == "text" else [{"role": "assistant", "content": said}]
+        row = {"prompt": [user], "completion": answer}
+        (one,), _ = encode_demonstrations(SourceRows("f", [row]), template, **options)
+        completions, expected = [one.completion], None
+    clean = {"prompt": [user], "completion": "3"}
+    (bare,), _ = encode_demonstrations(SourceRows("f", [clean]), template, **options)
+    assert tokenizer.decode(completions[0]) == (expected or tokenizer.decode(bare.completion))
+
+
+@pytest.mark.parametrize("answer", ["<think>\nso\n</think>\n3", "<think>so</think>3", "\n<think>\nso\n</think>\n3"])
+def test_an_answer_that_begins_with_the_think_mark_that_its_template_opens_has_one(answer):
+    tokenizer = marked(thinks=True)
+    row = {"prompt": "1+2", "completion": answer}
+    built, _ = demonstrations(tokenizer, [row, {**row, "completion": "so</think>3"}], chat=True)
+    whole = [tokenizer.decode([*one.prompt, *one.completion]) for one in built]
+    assert [text.count("<think>") for text in whole] == [1, 1]
+    assert "so" in whole[0] and whole[0].endswith("3<|im_end|>")
+    options = {"context": 200, "eos_ids": (tokenizer.eos_token_id,)}
+    pair = {"prompt": "1+2", "chosen": answer, "rejected": "so</think>4"}
+    (one,), _ = encode_pairs(SourceRows("f", [pair]), Template(tokenizer=tokenizer, chat=True), **options)
+    assert tokenizer.decode([*one.prompt, *one.chosen]) == whole[0]
+
+
+def test_the_weight_of_a_message_is_obeyed_or_said(tokenizer):
+    def turns(*weights):
+        roles = ("user", "assistant", "user", "assistant")
+        return {
+            "messages": [
+                {"role": role, "content": str(i)} | ({} if weights[i] is None else {"weight": weights[i]})
+                for i, role in enumerate(roles)
+            ]
+        }
+
+    rows = [turns(None, 0, None, 1), turns(None, 0, None, None), turns(None, 1, None, 1), turns(None, None, None, 0)]
+    built, report = demonstrations(tokenizer, rows)
+    assert len(built) == 3
+    assert report.dropped == {"whose answer has another weight than 1": 1}
+    assert "has weight 0: the last turn is what is trained" in report.first["whose answer has another weight than 1"]
+    assert report.noted["with an earlier turn of weight 1, which is not trained"] == 1
+    with pytest.raises(DataError, match="weight 0: the last turn is what is trained"):
+        demonstrations(tokenizer, [{"prompt": "1", "completion": [{"role": "assistant", "content": "2", "weight": 0}]}])

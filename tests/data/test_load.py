@@ -1,9 +1,11 @@
+import json
+
 import numpy as np
 import pytest
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.load import load_data, load_demonstrations, load_pairs, load_texts
-from groupwise.data.prompts import visit
+from groupwise.data.prompts import columns_of, visit
 from groupwise.data.split import part_of
 from groupwise.data.tokenizers import byte_tokenizer, make_tokenizer
 from groupwise.errors import ConfigError, DataError
@@ -252,3 +254,73 @@ def test_a_row_without_a_renamed_column_is_counted(write, tokenizer):
         **SIZES,
     )
     assert (held.report.rows, len(held.train), len(held.held_out)) == (2, 1, 1)
+
+
+def test_a_row_of_another_task_may_lack_a_renamed_column(write, tokenizer):
+    """Unless prompts are read from it; a column that no row has is named."""
+    rows = [{"q": "1+1", "gold": "2"}, {"q": "2+2", "checks": "4"}, {"gold": "5"}]
+    columns = {"prompt": "q", "answer": "gold", "tests": "checks"}
+    data = load_data(DataSettings(path=write(rows), columns=columns), tokenizer, **SIZES)
+    assert [dict(prompt.row) for prompt in data.train] == [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "tests": "4"}]
+    assert columns_of(data.train) == ["prompt", "answer", "tests"]
+    assert data.report.dropped == {"without q": 1}
+    with pytest.raises(DataError, match=r"no column 'golds'.*data\.columns renames: \{answer: YOURS\}"):
+        load_data(DataSettings(path=write(rows), columns={"answer": "golds"}), tokenizer, **SIZES)
+
+
+USER, ASSISTANT = {"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_conversations_that_are_stored_as_json_text_are_conversations(write, tokenizer, indent):
+    """As CSV, SQL and some Parquet files hold them, in every column that messages are read from, renamed or not."""
+
+    def text(*messages):
+        return json.dumps(messages, indent=indent)
+
+    asked = "<|user|>1+2<|end|><|assistant|>"
+    for row, columns in (
+        ({"messages": text(USER, ASSISTANT)}, {}),
+        ({"prompt": text(USER)}, {}),
+        ({"conversation": text(USER)}, {"prompt": "conversation"}),
+    ):
+        (prompt,) = load_data(DataSettings(path=write([row]), columns=columns), tokenizer, **SIZES).train
+        assert (prompt.text, prompt.messages) == (asked, (USER,))
+    context = {"context": 64, "eos_ids": (1,), "seed": 0}
+    for row in ({"messages": text(USER, ASSISTANT)}, {"prompt": text(USER), "completion": text(ASSISTANT)}):
+        (one,) = load_demonstrations(DataSettings(path=write([row])), tokenizer, **context).train
+        assert tokenizer.decode([*one.prompt, *one.completion]) == asked + "3<|end|>"
+    worse = {"role": "assistant", "content": "4"}
+    row = {"chosen": text(USER, ASSISTANT), "rejected": text(USER, worse)}
+    (pair,) = load_pairs(DataSettings(path=write([row])), tokenizer, **context).train
+    assert [tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen, pair.rejected)] == [asked, "3<|end|>", "4<|end|>"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [str([USER, ASSISTANT]), json.dumps([USER, ASSISTANT])[:-5], '[{"content": "1+2", "role": user}]'],
+    ids=["repr", "cut", "loose"],
+)
+def test_messages_as_text_that_is_no_json_are_counted_and_never_trained_as_text(write, tokenizer, text):
+    path = write([{"messages": text}, {"messages": [USER]}])
+    data = load_data(DataSettings(path=path), tokenizer, **SIZES)
+    assert data.report.dropped == {"with messages as text that is no JSON": 1}
+    assert "line 1: messages holds messages as text" in data.report.first["with messages as text that is no JSON"]
+    assert [prompt.messages for prompt in data.train] == [(USER,)]
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}]', "[{1+2}]", '[{"role": "user", "content": "1+2"}] (1)', "[]", '[{"role": 1}, 2]'])
+def test_other_text_stays_text(write, tokenizer, text):
+    (prompt,) = load_data(DataSettings(path=write([{"prompt": text}])), byte_tokenizer(), **SIZES).train
+    assert (prompt.text, prompt.messages) == (text, None)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_a_limit_counts_what_is_left_out_before_its_last_row(write, tokenizer, name):
+    good, half = '{"prompt": "1+1"}', '{"prompt": "\\ud83d"}'
+    lines = [good, half, good, half, half]
+    path = write("\n".join(lines) if name == "x.jsonl" else f"[{','.join(lines)}]", name)
+    data = load_data(DataSettings(path=path, limit=2), tokenizer, **SIZES)
+    assert (data.report.rows, data.report.kept, data.report.dropped) == (3, 2, {"that are damaged": 1})
+    whole = load_data(DataSettings(path=path), tokenizer, **SIZES)
+    assert (whole.report.rows, whole.report.dropped) == (5, {"that are damaged": 3})

@@ -139,7 +139,13 @@ def test_ratings_of_helpsteer2_pair_neighbouring_rows():
     rows = [rated("1+2", "No.", 1), rated("1+2", "3", 4), rated("5", "a", 3), rated("5", "b", 3), rated("6", "alone", 4)]
     pairs, report = told(rows)
     assert pairs == [(CHAT, "3<|end|>", "No.<|end|>")]
-    assert report.dropped == {"whose completions are rated alike": 1, "without a second response to the prompt": 1}
+    one = "joined with another row into a pair"
+    assert report.dropped == {one: 1, "whose completions are rated alike": 2, "without a second response to the prompt": 1}
+    assert (report.rows, report.kept) == (len(rows), 1)
+    pairs, report = told([rated("1+2", "No.", 1), rated("1+2", "4", 2), rated("1+2", "3", 4)])
+    assert pairs == [(CHAT, "3<|end|>", "No.<|end|>")]
+    assert (report.rows, report.dropped) == (3, {one: 1, "between the best and the worst of a prompt": 1})
+    assert report.first["between the best and the worst of a prompt"].endswith("row 2")
 
 
 def test_labels_of_kto_pair_good_and_bad_completions_of_a_prompt():
@@ -153,9 +159,11 @@ def test_labels_of_kto_pair_good_and_bad_completions_of_a_prompt():
     pairs, report = told(rows)
     assert pairs == [(CHAT, "3<|end|>", "No.<|end|>")]
     assert report.dropped == {
+        "joined with another row into a pair": 1,
         "whose label is neither true nor false": 1,
         "whose prompt has no completion with the other label": 1,
     }
+    assert report.rows == len(rows)
     with pytest.raises(DataError, match=r"no pair is left: .*2 whose prompt has no completion with the other label"):
         told([{"prompt": "1", "completion": "a", "label": True}, {"prompt": "2", "completion": "b", "label": False}])
 

@@ -4,7 +4,11 @@ import threading
 
 import pytest
 
+from groupwise.data import rendering
+from groupwise.data.prompts import encode_prompts
 from groupwise.data.rendering import Chat, Refusal, render_chats
+from groupwise.data.sources import SourceRows
+from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import DataError
 
@@ -76,3 +80,52 @@ def test_no_template_and_no_default_among_several():
     tokenizer.chat_template = {"rag": "x", "search": "y"}
     with pytest.raises(DataError, match="'rag', 'search'"):
         render_chats(tokenizer, CHATS)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% break %}x",
+        "{% if true %}{% continue %}{% endif %}x",
+        "{% for m in messages %}{{ m.content }}",
+        "{{ x | nothing }}",
+        "{% x %}",
+    ],
+)
+def test_what_is_no_template_is_said_with_the_remedy(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=r"(?s)row 1: .*is no Jinja template that can be run: .+; set model\.chat_template to one"):
+        render_chats(tokenizer, [Chat([{"role": "user", "content": "a"}], "row 1")])
+
+
+def test_a_template_that_writes_nothing_and_one_that_refuses_are_told_with_the_remedy():
+    tokenizer = byte_tokenizer()
+    rows = SourceRows("rows", [{"prompt": "a"}, {"prompt": "b"}])
+    tokenizer.chat_template = "{% for m in messages %}{% continue %}{{ m.content }}{% endfor %}"
+    with pytest.raises(
+        DataError, match=r"2 of which the chat template writes nothing \(first: rows row 1; set model\.chat_template\)"
+    ):
+        encode_prompts(rows, Template(tokenizer=tokenizer, chat=True), max_tokens=9)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(DataError, match=r"refuses these messages: no; change the messages, or set model\.chat_template"):
+        encode_prompts(rows, Template(tokenizer=tokenizer, chat=True), max_tokens=9)
+
+
+@pytest.mark.slow
+def test_a_template_that_nothing_but_the_kernel_stops_has_its_time_once(monkeypatch):
+    """It is not begun again to learn at which conversation it was."""
+    monkeypatch.setattr(rendering, "SECONDS", 0.5)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (  # lists are compared without looking for signals
+        "{{ messages[0].content }}{% set n = messages | length * 1000000 %}{% set x, y = [1.5] * n, [1.5] * n %}"
+        "{% if messages[0].content == '2' %}{{ [x] * 100000 == [y] * 100000 }}{% endif %}"
+    )
+    chats = [Chat([{"role": "user", "content": str(i)}], f"row {i}") for i in range(4)]
+    assert render_chats(tokenizer, chats[:2]) == ["0", "1"]
+    process = rendering._RENDERER._process
+    with pytest.raises(
+        DataError, match=r"row 2: .* it ran for more than 0\.5 seconds on one conversation; set model\.chat_template"
+    ):
+        render_chats(tokenizer, chats)
+    assert rendering._RENDERER._process is process and not process.alive(), "it was not started again"

@@ -32,6 +32,19 @@ def test_steps_end_at_the_token_that_completes_the_match():
     assert segment_steps([1, 2, 2], decode, by="tokens", ends=[2]) == [1, 2]
 
 
+def test_long_completions_are_cut_in_one_pass():
+    """Texts are asked for once, whatever the length: nothing is decoded prefix by prefix."""
+    asked = []
+
+    def texts(ids):
+        asked.append(len(ids))
+        return BYTES.texts(ids)
+
+    ids = [65, 10] * 4000
+    assert segment_steps(ids, texts) == list(range(1, 8000, 2))
+    assert asked == [8000]
+
+
 def test_characters_of_several_tokens():
     text = "é\nü"
     assert segment_steps(list(text.encode()), BYTES.texts) == [2, 4]

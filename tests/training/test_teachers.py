@@ -29,6 +29,7 @@ from groupwise.records import Prompt, Sample, Sampling, Scored
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
+from groupwise.runs.prepare import plan_of
 from groupwise.runs.run import train
 from groupwise.training.critics import Critic, with_values
 from groupwise.training.online import improve, policy_loss, with_scores
@@ -492,6 +493,22 @@ def test_a_hint_that_does_not_fit_the_rows_names_their_columns(tmp_path: Path, w
     path = write_recipe(tmp_path, "run", **(TREE | {"teacher": {"hint": "{solution}"}}))
     with pytest.raises(ConfigError, match=r"teacher\.hint: '\{solution\}' does not fit the rows, whose columns are .*answer"):
         list(train(load_recipe(path)))
+
+
+@pytest.mark.slow
+def test_rows_of_another_task_get_no_hint_and_are_counted(tmp_path: Path, write_recipe: Callable) -> None:
+    """Where a row lacks the column, or holds nothing there, the teacher reads the prompt alone: the policy itself, as it was."""
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "tests": "4"}, {"prompt": "3+1=", "answer": None}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"teacher": {"hint": "{answer} "}, "data": {"path": str(data)}, "steps": 1, "save": {"rollouts_every": 1}}
+    path = write_recipe(tmp_path, "run", **(TREE | changes))
+    tree = yaml.safe_load(path.read_text()) | {"data": {"path": str(data)}}
+    path.write_text(yaml.safe_dump(tree))
+    recipe = load_recipe(path)
+    assert ("warning", "2 of 3 rows (first: 1) lack what teacher.hint reads: no hint there") in plan_of(recipe)
+    (step,) = train(recipe)
+    assert math.isfinite(step.metrics["loss"])
 
 
 def test_any_row_can_take_a_divergence_beside_its_rewards(tiny_policy: Callable, scored_group: Callable) -> None:

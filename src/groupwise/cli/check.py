@@ -23,7 +23,7 @@ from rich.text import Text
 from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import VERDICTS, Recipe, is_online, positions_of
 from groupwise.data.order import Order
-from groupwise.data.prompts import visit
+from groupwise.data.prompts import columns_of, visit
 from groupwise.data.templates import Template
 from groupwise.data.turns import Turns
 from groupwise.environments.environment import Broken
@@ -37,7 +37,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.probe import proofs_of
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.accuracy import as_text, check_gold
-from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
+from groupwise.rewards.compose import Rewards, build_rewards, no_rewards, prompt_of
 from groupwise.runs.build import Job, make_job
 from groupwise.runs.environments import furnished, with_own_reward
 from groupwise.runs.loaded_policy import model_folder, settings_of
@@ -140,7 +140,7 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
         recipe = with_own_reward(recipe, None if talking is None else talking.source)
         if talking is not None:
             yield from _world(recipe, talking, job.prompts)
-        columns = list(dict.fromkeys(column for prompt in job.prompts for column in prompt.row))
+        columns = columns_of(job.prompts)
         with lines():
             named = recipe.rewards
             rewards = no_rewards()
@@ -304,7 +304,7 @@ def _restated(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     golds = rewards.golds
     probes: dict[str, list[tuple[Prompt, str]]] = {"the prompt itself": [], "the left half": [], "the right half": []}
     for prompt in prompts[:PROBED]:
-        asked = prompt.row.get("prompt") or prompt.text
+        asked = prompt_of(prompt)
         probes["the prompt itself"].append((prompt, asked if isinstance(asked, str) else str(asked[-1].get("content"))))
         derivation = next((text for column in golds.values() if (text := as_text(prompt.row.get(column)))), "")
         for half, text in zip(("the left half", "the right half"), halves(derivation), strict=False):

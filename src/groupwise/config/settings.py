@@ -237,7 +237,8 @@ class DataSettings:
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Renames columns, ours: yours, e.g. `{prompt: question}`."""
+    """Renames columns, ours: yours, e.g. `{prompt: question}`.  A row may lack one, but for those that prompts and answers are
+    read from."""
     system: str | None = None
     """System message of every prompt that brings none of its own (chat data)."""
     chat: bool = False
@@ -247,8 +248,9 @@ class DataSettings:
     limit: Positive | None = None
     """Use only the first rows."""
     control_tokens: ControlTokens = "warn"
-    """Text of the tokenizer's special tokens (`<|im_end|>`) inside the messages that rows bring, other than the assistant's: `warn`
-    (encoded as those tokens, counted, said before training), `plain` (encoded as text), `drop` (the row is left out), `error`."""
+    """Text of the tokenizer's special tokens (`<|im_end|>`) in messages that rows bring, other than the assistant's, in their tools
+    and in `chat_template_kwargs`: `warn` (encoded as those tokens, counted, said before training), `plain` (encoded as text),
+    `drop` (the row is left out), `error`."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
@@ -539,7 +541,8 @@ class TeacherSettings:
     """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the
     policy."""
     hint: str | None = None
-    """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`."""
+    """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`.
+    A row that lacks one of them, or has nothing there, gets none."""
     demonstrations: DemonstrationSettings | None = None
 
 

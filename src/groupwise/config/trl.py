@@ -65,7 +65,9 @@ TABLE: dict[str, Argument] = {
     "beta": _same("group.beta", "of DPOConfig: pairs.beta"),
     "cache_implementation": _unneeded("the engine has a KV cache of its own"),
     "cast_lm_head_to_fp32": _unneeded("the softmax over the vocabulary is always taken in float32"),
-    "chat_template_kwargs": _missing("chat templates are applied without further arguments; give a template: model.chat_template"),
+    "chat_template_kwargs": _missing(
+        "for single rows: their column chat_template_kwargs; for all: a template of your own, model.chat_template"
+    ),
     "delta": _changed("group.surrogate", "{name: clipped, delta: ...}"),
     "disable_dropout": _unneeded("nothing is ever dropped: what is scored is what was sampled"),
     "ds3_gather_for_generation": LAUNCHED,

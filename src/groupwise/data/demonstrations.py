@@ -18,6 +18,8 @@ from groupwise.data.templates import Question, Template, Wording
 from groupwise.errors import DataError
 
 SEVERAL = "with several turns beside data.template"
+WEIGHT = "whose answer has another weight than 1"
+UNTRAINED = "with an earlier turn of weight 1, which is not trained"
 UNSAID = "whose system message data.template does not write"
 
 
@@ -83,6 +85,8 @@ def encode_demonstrations(
             tally.note(UNSAID, first=question.where)
         elif len(_turns_in(rows[i].get("completion"))) > 1:
             tally.note("with earlier turns of the completion in the prompt", first=question.where)
+        if any(turn.get("weight") == 1 for turn in _turns_in(question.content) if turn["role"] == "assistant"):
+            tally.note(UNTRAINED, first=question.where)
         tally.keep(template.key(question.content))
         demonstrations.append(Demonstration(id=str(i), prompt=prompt, completion=completion.tokens))
     report = tally.report([len(demonstration) for demonstration in demonstrations])
@@ -126,6 +130,10 @@ def checked_turns(value: object, column: str, where: str) -> Content:
     found = checked(value, column, where)
     if isinstance(value, list) and (isinstance(found, str) or found[-1]["role"] != "assistant"):
         raise DataError(f"{where}: {column} must end with a message of the assistant")
+    weight = None if isinstance(found, str) else found[-1].get("weight")
+    if weight not in (None, 1):
+        said = f"the last message of {column} has weight {weight!r:.40}"
+        raise BadRow(WEIGHT, f"{where}: {said}: the last turn is what is trained, with weight 1 or none")
     return found
 
 

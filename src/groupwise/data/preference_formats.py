@@ -33,6 +33,7 @@ Found = Iterable[tuple[int, Row | LeftOut]]
 
 ASKED_IN = ("prompt", "messages", "instruction")
 """Columns in which a prompt may stand."""
+JOINED = "joined with another row into a pair"
 SPEAKERS = {"Human": "user", "Assistant": "assistant", "User": "user"}
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 _EXTRA_ID_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
@@ -72,7 +73,7 @@ def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
             except DataError as error:
                 found = LeftOut.of(error)
         if isinstance(found, LeftOut):
-            left_out.append(found)
+            left_out.append(replace(found, number=rows.numbers[place]))
         else:
             places.append(place)
             pairs.append(found)
@@ -251,13 +252,16 @@ def _rated(rows: SourceRows, wording: Wording) -> Found:
         if len(rated) < 2:
             yield from ((i, LeftOut("without a second response to the prompt", rows.where(i))) for i in rated)
             continue
-        pair = _extremes([(float(rows[i]["helpfulness"]), rows[i].get("response")) for i in rated], rows.where(rated[0]))
-        if isinstance(pair, LeftOut):
-            yield rated[0], pair
+        scores = {i: float(rows[i]["helpfulness"]) for i in rated}
+        best, worst = max(rated, key=scores.__getitem__), min(rated, key=scores.__getitem__)
+        if scores[best] == scores[worst]:
+            yield from ((i, LeftOut("whose completions are rated alike", rows.where(i))) for i in rated)
             continue
-        first = rows[rated[0]]
-        yield rated[0], {**first, **_asked_in(first, wording), "chosen": pair[0], "rejected": pair[1]}
-        yield from ((i, LeftOut("between the best and the worst of a prompt", rows.where(i))) for i in rated[2:])
+        sides = {"chosen": rows[best].get("response"), "rejected": rows[worst].get("response")}
+        yield best, {**rows[best], **_asked_in(rows[best], wording), **sides}
+        yield worst, LeftOut(JOINED, rows.where(worst))
+        others = (i for i in rated if i not in (best, worst))
+        yield from ((i, LeftOut("between the best and the worst of a prompt", rows.where(i))) for i in others)
 
 
 def _labelled(rows: SourceRows, wording: Wording) -> Found:
@@ -272,6 +276,7 @@ def _labelled(rows: SourceRows, wording: Wording) -> Found:
     for good, bad in waiting.values():
         for better, worse in zip(good, bad, strict=False):
             yield better, {**rows[better], "chosen": rows[better].get("completion"), "rejected": rows[worse].get("completion")}
+            yield worse, LeftOut(JOINED, rows.where(worse))
         for i in good[len(bad) :] + bad[len(good) :]:
             yield i, LeftOut("whose prompt has no completion with the other label", rows.where(i))
 

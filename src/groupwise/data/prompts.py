@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -17,6 +17,7 @@ from groupwise.errors import DataError
 from groupwise.records import Prompt
 
 TooLong = Literal["drop", "truncate_left", "error"]
+SILENT = "of which the chat template writes nothing"
 UNKNOWN = "with characters unknown to the tokenizer"
 UNWRITTEN = "with a message that the chat template does not write"
 UNREAD_TOOLS = "with tools that cannot be read"
@@ -88,6 +89,16 @@ def visit(prompt: Prompt, epoch: int | str) -> Prompt:
     return replace(prompt, id=f"{epoch}/{prompt.id}")
 
 
+def columns_of(prompts: Iterable[Prompt]) -> list[str]:
+    """The columns of all rows: rows of several tasks have different ones.
+
+    >>> prompt = Prompt(id="0", tokens=np.array([5]), text="?")
+    >>> columns_of([replace(prompt, row={"answer": "4"}), replace(prompt, row={"answer": "5", "tests": "..."})])
+    ['answer', 'tests']
+    """
+    return list(dict.fromkeys(column for prompt in prompts for column in prompt.row))
+
+
 def ask_rows(rows: SourceRows, template: Template, tally: Tally) -> list[tuple[int, Question]]:
     """(row number, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`.
 
@@ -108,9 +119,9 @@ def ask_contents(rows: SourceRows, contents: Sequence[Content], template: Templa
     kept, control, lost, unread = [], [], [], []
     for (i, _), question in zip(asked, questions, strict=True):
         if isinstance(question, Refusal):
-            tally.drop(question.reason, first=str(question))
+            tally.drop(question.reason, first=f"{question}; change the messages, or set model.chat_template")
         elif not question.tokens.size:
-            tally.drop("empty")
+            tally.drop("empty" if question.plain else SILENT, first=f"{question.where}; set model.chat_template")
         elif template.unknown(question.text, question.tokens):
             tally.drop(UNKNOWN)
         elif question.control and template.control_tokens == "drop":

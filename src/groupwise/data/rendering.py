@@ -23,7 +23,7 @@ from groupwise.utils.processes import Died, NotStarted, Process
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SECONDS = 5.0
+SECONDS = 2.0
 """Processor time that one conversation may take; usual ones take less than a millisecond."""
 WALL_SECONDS = 120.0
 """Time on the clock that one may take: by then something is wrong with the process."""
@@ -141,16 +141,18 @@ class _Renderer:
                 try:
                     for kind, said in self._answers(tokenizer, chats[place:]):
                         chat = chats[len(found)]
-                        if kind == "exhausted":
-                            raise _exhausted(chat, said)
+                        if kind == "unusable":
+                            raise _unusable(chat, printable(said))
                         found.append(said if kind == "text" else Refusal(chat.where, printable(said)))
                 except NotStarted as error:
                     raise DataError(f"the process in which chat templates run could not start: {error}") from error.__cause__
                 except (Died, TimeoutError) as error:
                     place = len(found)
-                    if place == broken or (isinstance(error, Died) and error.code == -signal.SIGXCPU):
+                    if isinstance(error, Died) and error.code == -signal.SIGXCPU:
+                        raise _unusable(chats[place], f"it ran for more than {SECONDS:g} seconds on one conversation") from None
+                    if place == broken:
                         why = f"gave no text within {WALL_SECONDS:g} s" if isinstance(error, TimeoutError) else f"ended: {error}"
-                        raise _exhausted(chats[place], f"the process in which it ran {why}") from None
+                        raise _unusable(chats[place], f"the process in which it ran {why}") from None
                     broken = place  # something else may have ended it: once more
         return found
 
@@ -170,10 +172,10 @@ class _Renderer:
         return self._process.ask(text, seconds=WALL_SECONDS, answers=len(chats))
 
 
-def _exhausted(chat: Chat, why: str) -> DataError:
+def _unusable(chat: Chat, why: str) -> DataError:
     return DataError(
         f"{chat.where}: the chat template of the tokenizer cannot be used: {why}; "
-        "set model.chat_template to one that ends, or take another checkpoint"
+        "set model.chat_template to one that works, or take another checkpoint"
     )
 
 

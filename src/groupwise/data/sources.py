@@ -16,7 +16,7 @@ from typing import Any
 from uuid import UUID
 
 from groupwise.config.live_objects import LIVE, Live, missing, short_digest
-from groupwise.config.validation import DATA_SUFFIXES
+from groupwise.config.validation import DATA_SUFFIXES, ROW
 from groupwise.errors import DataError
 from groupwise.utils.files import digest, expanded
 
@@ -26,6 +26,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 
 UNREADABLE = "that cannot be read"
+NO_JSON = "with messages as text that is no JSON"
 DAMAGED = "that are damaged"
 
 
@@ -45,11 +46,13 @@ class LeftOut:
     """The reason, as the report counts it."""
     where: str
     """Where the row is, or what is wrong with it."""
+    number: int = 0
+    """What the row is called in its source, as in `SourceRows.numbers`; 0: not known."""
 
     @classmethod
-    def of(cls, error: DataError) -> LeftOut:
+    def of(cls, error: DataError, number: int = 0) -> LeftOut:
         """The row that this is about."""
-        return cls(error.reason if isinstance(error, BadRow) else UNREADABLE, str(error))
+        return cls(error.reason if isinstance(error, BadRow) else UNREADABLE, str(error), number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,51 +86,100 @@ class SourceRows(Sequence[Mapping[str, Any]]):
         return f"{self.name} {self.unit} {self.numbers[i]}"
 
     def first(self, n: int | None) -> SourceRows:
-        """The first `n` rows; all if None."""
-        return replace(self, rows=self.rows[:n], numbers=self.numbers[:n])
+        """The first `n` rows, and what is left out before the last of them; all if None."""
+        if n is None or n > len(self.rows) or not self.rows:
+            return self
+        left_out = tuple(left for left in self.left_out if left.number <= self.numbers[n - 1])
+        return replace(self, rows=self.rows[:n], numbers=self.numbers[:n], left_out=left_out)
 
     def subset(self, places: Sequence[int]) -> SourceRows:
         """The rows at `places`, under the names they had."""
         return replace(self, rows=[self.rows[i] for i in places], numbers=[self.numbers[i] for i in places], left_out=())
 
     def renamed(self, columns: Mapping[str, str]) -> SourceRows:
-        """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged.
+        """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged; conversations as messages.
 
-        A row without such a column is left out.  Raises DataError if every row is.
+        A row without one that prompts and answers are read from is left out; any other it may lack.  Raises DataError if every row
+        is left out, or for a column that none has.
         """
-        if not columns:
-            return self
         taken = {theirs: ours for ours, theirs in columns.items()}
+        for theirs in sorted(taken.keys() - {name for row in self.rows for name in row} if self.rows else ()):
+            raise DataError(missing_column(theirs, self.rows[0], self.where(0), taken[theirs]))
 
-        def complete(row: Mapping[str, Any], where: str) -> None:
+        def named(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             for theirs in sorted(taken.keys() - row.keys()):
-                raise BadRow(f"without {printable(theirs)}", missing_column(theirs, row, where, taken[theirs]))
-
-        def named(row: Mapping[str, Any]) -> Mapping[str, Any]:
+                if taken[theirs] in ROW:
+                    raise BadRow(f"without {printable(theirs)}", missing_column(theirs, row, where, taken[theirs]))
             kept = {name: value for name, value in row.items() if name not in taken}
-            return kept | {ours: row[theirs] for ours, theirs in columns.items()}
+            return with_messages(kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}, where)
 
-        found = self.sifted(complete)
-        return replace(found, rows=[named(row) for row in found.rows])
+        return self.mapped(named)
 
     def sifted(self, check: Callable[[Mapping[str, Any], str], object]) -> SourceRows:
         """The rows for which `check(row, where)` raises no DataError; the others are left out, with what it says.
 
         Raises DataError, with every reason, if no row is left.
         """
-        places, left_out = [], list(self.left_out)
+
+        def checked(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+            check(row, where)
+            return row
+
+        return self.mapped(checked)
+
+    def mapped(self, change: Callable[[Mapping[str, Any], str], Mapping[str, Any]]) -> SourceRows:
+        """What `change(row, where)` makes of each row; rows for which it raises DataError are left out, with what it says.
+
+        Raises DataError, with every reason, if no row is left.
+        """
+        places, rows, left_out = [], [], list(self.left_out)
         for i, row in enumerate(self.rows):
             try:
-                check(row, self.where(i))
+                rows.append(change(row, self.where(i)))
             except DataError as error:
-                left_out.append(LeftOut.of(error))
+                left_out.append(LeftOut.of(error, self.numbers[i]))
             else:
                 places.append(i)
-        if len(places) == len(self.rows):
-            return self
-        if not places:
+        if self.rows and not places:
             raise DataError(none_left(self.name, left_out))
-        return replace(self.subset(places), left_out=tuple(left_out))
+        return replace(self.subset(places), rows=rows, left_out=tuple(left_out))
+
+
+def with_messages(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A row in which a conversation that is stored as JSON text (by CSV, SQL) is a list of messages.
+
+    Raises BadRow for a text that begins as messages do, and is no JSON: Python's own form, or one that is cut off.
+
+    >>> with_messages({"messages": '[{"role": "user", "content": "Hi"}]', "answer": '[{"role": "user"}]'}, "row 1")
+    {'messages': [{'role': 'user', 'content': 'Hi'}], 'answer': '[{"role": "user"}]'}
+    """
+    read = {
+        column: _messages_in(value, column, where)
+        for column in ROW
+        if isinstance(value := row.get(column), str) and _LISTS.match(value) and "role" in value
+    }
+    return {**row, **read} if read else row
+
+
+_LISTS = re.compile(r"\s*\[\s*\{")
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content)\1\s*:""")
+
+
+def _messages_in(text: str, column: str, where: str) -> Any:
+    """The messages of a text that is nothing else; the text where it is something else."""
+    bare = text.strip()
+    try:
+        found, end = json.JSONDecoder().raw_decode(bare)
+    except (ValueError, RecursionError):
+        if _MESSAGES.match(text):
+            remedy = "store messages as a list, or as its JSON text"
+            raise BadRow(NO_JSON, f"{where}: {column} holds messages as text that is no JSON: {bare!r:.60}: {remedy}") from None
+        return text
+    if end < len(bare) or not all(isinstance(message, Mapping) and "role" in message for message in found):
+        return text
+    _refuse_depth({column: found}, where)
+    _refuse_lone_surrogates(text, found, where)
+    return found
 
 
 def first_of(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
@@ -284,7 +336,7 @@ def _read_jsonl(file: Path, name: str) -> SourceRows:
                 rows.append(_parse_line(line, f"{name} line {number}"))
                 lines.append(number)
             except DataError as error:
-                left_out.append(LeftOut(DAMAGED, str(error)))
+                left_out.append(LeftOut(DAMAGED, str(error), number))
     return SourceRows(name, rows, lines, unit="line", left_out=tuple(left_out))
 
 
@@ -382,7 +434,7 @@ def _read_json(file: Path, name: str) -> SourceRows:
             whole.append(row)
             numbers.append(number)
         except DataError as error:
-            left_out.append(LeftOut(DAMAGED, str(error)))
+            left_out.append(LeftOut(DAMAGED, str(error), number))
     return SourceRows(name, whole, numbers, left_out=tuple(left_out))
 
 

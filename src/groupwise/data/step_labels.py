@@ -12,7 +12,7 @@ from groupwise.data.demonstrations import fit_prompt
 from groupwise.data.prompts import UNKNOWN, TooLong, ask_rows
 from groupwise.data.report import Report, Tally
 from groupwise.data.sources import SourceRows, missing_column
-from groupwise.data.templates import Template
+from groupwise.data.templates import Template, behind_opening
 from groupwise.errors import DataError
 
 SEPARATOR = "\n"
@@ -63,7 +63,8 @@ def encode_solutions(
         if not steps or not all(step.strip() for step in steps):
             tally.drop("with no step or an empty one")
             continue
-        texts = [step + SEPARATOR for step in steps[:-1]] + [steps[-1]]
+        steps = [behind_opening(question.text, steps[0]), *steps[1:]]
+        texts = [step + SEPARATOR for step in steps[:-1]] + [template.before_end(steps[-1], eos_ids)]
         parts = template.encode(texts, plain=[False] * len(texts))
         if any(template.unknown(text, ids) for text, ids in zip(texts, parts, strict=True)):
             tally.drop(UNKNOWN)

@@ -1,8 +1,8 @@
 """The process in which chat templates run (`rendering`).
 
 A request is JSON: `{"template", "variables", "seconds", "memory", "length", "chats": [{"messages", "tools", "options"}, ...]}`.
-There is an answer for each conversation: `["text", text]`, `["refused", why]`, or `["exhausted", why]` (the template ran out of
-time, memory, depth or length).
+There is an answer for each conversation: `["text", text]`, `["refused", why]`, or `["unusable", why]` (the template is none, or ran
+out of time, memory, depth or length), which is the last one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class OutOfTime(BaseException):
 
 def serve_templates() -> Callable[[str], Iterator[tuple[str, str]]]:
     """In a process: what answers requests."""
+    from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def out_of_time(*_: object) -> None:
@@ -38,12 +39,17 @@ def serve_templates() -> Callable[[str], Iterator[tuple[str, str]]]:
             limit = start + int(request["memory"])
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
         for chat in request["chats"]:
-            yield _answer(render_jinja_template, chat, request)
+            kind, said = _answer(render_jinja_template, (SyntaxError, TemplateSyntaxError), chat, request)
+            yield kind, said
+            if kind == "unusable":
+                return
 
     return answer
 
 
-def _answer(render: Any, chat: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str, str]:
+def _answer(
+    render: Any, broken: tuple[type[Exception], ...], chat: Mapping[str, Any], request: Mapping[str, Any]
+) -> tuple[str, str]:
     """One conversation, on its budget."""
     seconds = float(request["seconds"])
     _kernel_limit(KILLED_AFTER * seconds)
@@ -57,17 +63,19 @@ def _answer(render: Any, chat: Mapping[str, Any], request: Mapping[str, Any]) ->
         )
         text = rendered[0]
     except OutOfTime:
-        return "exhausted", f"it ran for {seconds:g} seconds on one conversation and was stopped"
+        return "unusable", f"it ran for {seconds:g} seconds on one conversation and was stopped"
     except MemoryError:
-        return "exhausted", f"it needed more than {int(request['memory']) >> 20} MiB for one conversation"
+        return "unusable", f"it needed more than {int(request['memory']) >> 20} MiB for one conversation"
     except RecursionError:
-        return "exhausted", "it calls itself without end"
+        return "unusable", "it calls itself without end"
+    except broken as error:
+        return "unusable", f"it is no Jinja template that can be run: {error}"
     except Exception as error:  # whatever a template does: it is not our code
         return "refused", f"{error}" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
     if len(text) > int(request["length"]):
-        return "exhausted", f"it wrote {len(text):,} characters for one conversation"
+        return "unusable", f"it wrote {len(text):,} characters for one conversation"
     return "text", text
 
 

@@ -51,6 +51,9 @@ Tools = Callable[[Mapping[str, Any]], Schemas | None]
 OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
 """Marks around control tokens that are text, while they pass through a chat template: two characters that nobody uses."""
 
+THINK = "<think>"
+MARK = "zq7mark"
+"""Stands for an answer where the template is looked at."""
 NOTHING = "with nothing in a column that data.template reads"
 BRACES = "write columns in {braces}; a literal brace is doubled"
 ALPACA = """Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the request.
@@ -134,7 +137,7 @@ class Wording:
         if self.format == "alpaca":
             return _alpaca(row, where)
         if self.format is not None:
-            return _formatted(self.format, row, where)
+            return formatted(self.format, row, where)
         column = first_of(row, ("prompt", "messages", "instruction"))
         if column == "prompt":
             return asks(checked(row["prompt"], "prompt", where), "prompt", where)
@@ -244,7 +247,7 @@ class Template(Wording):
         self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
     ) -> list[Completion | Refusal]:
         """`complete`, but conversations that the chat template refuses give a `Refusal` instead of an error."""
-        turns = [_turns(answer) for answer in answers]
+        turns = [self._between_marks(*one, eos_ids) for one in zip(questions, map(_turns, answers), strict=True)]
         whole = self._rendered([self._answered(question, said) for question, said in zip(questions, turns, strict=True)])
         whole = self._complete_ones(questions, turns, whole)
         joint = self._encode_some(whole, [question.plain for question in questions])
@@ -262,6 +265,30 @@ class Template(Wording):
                 ids = np.concatenate([question.tokens, self.encode([text], plain=[False])[0]])
             completions.append(Completion(_ended(ids[m:], eos_ids, self.tokenizer), text, bool(stable)))
         return completions
+
+    def _between_marks(self, question: Question, said: Messages, eos_ids: Sequence[int]) -> Messages:
+        """An answer without the marks that its template writes around it; behind a plain prompt it ends itself."""
+        texts = [str(message["content"]) for message in said]
+        texts[0] = behind_opening(question.text, texts[0])
+        texts[-1] = texts[-1] if question.plain else self.before_end(texts[-1], eos_ids)
+        return [{**message, "content": text} for message, text in zip(said, texts, strict=True)]
+
+    def before_end(self, text: str, eos_ids: Sequence[int]) -> str:
+        """An answer without the mark at its end that ends a turn or a completion: one is written behind every answer."""
+        ends = [str(self.tokenizer.convert_ids_to_tokens(token)) for token in eos_ids]
+        marks = tuple(mark for mark in (*ends, self._turn_end) if mark)
+        while (bare := text.rstrip()).endswith(marks):
+            text = next(bare.removesuffix(mark) for mark in marks if bare.endswith(mark))
+        return text
+
+    @cached_property
+    def _turn_end(self) -> str:
+        """The control token that the chat template writes behind an answer; empty if it writes none."""
+        chat = Chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}])
+        text = self._rendered([chat])[0] if self.tokenizer.chat_template else ""
+        behind = text.rpartition(MARK)[2].lstrip() if isinstance(text, str) else ""
+        found = self.control_pattern.match(behind)
+        return found[0] if found else ""
 
     def _complete_ones(
         self, questions: Sequence[Question], turns: Sequence[Messages], whole: Sequence[str | Refusal]
@@ -562,6 +589,19 @@ def _turns(answer: Content) -> Messages:
     return [{"role": "assistant", "content": found}] if isinstance(found, str) else found
 
 
+def behind_opening(prompt: str, answer: str) -> str:
+    r"""An answer that repeats the `<think>` with which its prompt ends, without it.
+
+    >>> behind_opening("1+1=<think>\n", "<think>\n2</think>"), behind_opening("1+1=", "<think>2</think>")
+    ('2</think>', '<think>2</think>')
+    """
+    opened = prompt[prompt.rfind(THINK) :] if prompt.rstrip().endswith(THINK) else ""
+    if not opened or not answer.lstrip().startswith(THINK):
+        return answer
+    bare = answer.lstrip()
+    return bare[len(opened) :] if bare.startswith(opened) else bare.removeprefix(THINK)
+
+
 def _squeezed(text: str) -> str:
     """Without white space, which templates change."""
     return "".join(text.split())
@@ -687,8 +727,11 @@ def _alpaca(row: Mapping[str, Any], where: str) -> str:
     return ALPACA.format(with_input=further, instruction=instruction, input_block=f"\n\n### Input:\n{given}")
 
 
-def _formatted(template: str, row: Mapping[str, Any], where: str) -> str:
-    """Raises ConfigError for what is no format string, DataError or BadRow for a row that it cannot write."""
+def formatted(template: str, row: Mapping[str, Any], where: str) -> str:
+    """A format string filled in with a row's columns.
+
+    Raises ConfigError for what is no format string, DataError or BadRow for a row that it cannot write.
+    """
     try:
         for field in _fields(template):
             _refuse_unwritten(field, row, where)

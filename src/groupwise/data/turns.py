@@ -23,14 +23,12 @@ import numpy as np
 
 from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.sources import printable
-from groupwise.data.templates import OPEN, Messages, Template, unmarked
+from groupwise.data.templates import MARK, OPEN, Messages, Template, unmarked
 from groupwise.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "zq7mark"
-"""Stands for what the policy wrote; followed by a number if a message holds it."""
 REASONING = "zq7reasons"
 """Stands for reasoning in `prove`."""
 QUESTION = {"role": "user", "content": "?"}

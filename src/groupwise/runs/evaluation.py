@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from groupwise.config.recipes import demand_values
 from groupwise.config.settings import CriticSettings, DataSettings, ModelSettings, Recipe, RewardSettings, TeacherSettings
 from groupwise.config.validation import STAGE, wrong_model
 from groupwise.data.load import load_data
+from groupwise.data.prompts import columns_of
 from groupwise.data.tasks import breakdown_of
 from groupwise.data.templates import Tools
 from groupwise.errors import ConfigError
@@ -149,14 +150,15 @@ def evaluate(
         if source is not None:
             ends.callback(source.close)
         prompts = _prompts(path, policy, settings, sampling.max_new_tokens, drawn, tools_of(source))
-        functions = _rewards_of(path, recipe and with_own_reward(recipe, source), rewards, prompts[0].row)
+        given = columns_of(prompts)
+        functions = _rewards_of(path, recipe and with_own_reward(recipe, source), rewards, given)
         world = make_world(talking, Blueprint.of(policy), source, sampling)
         if world is not None:
             ends.callback(world.close)
         prove_engine(policy, NativeEngine, conversations=world is not None)
         engine = NativeEngine(policy, max_rows=ROWS if recipe is None else recipe.rollout.max_rows, world=world)
-        row, verdict = prompts[0].row, verdict or (recipe.verdict if recipe is not None and rewards is None else None)
-        judge = ends.enter_context(build_rewards(functions, columns=list(row), tokenizer=policy.tokenizer, verdict=verdict))
+        verdict = verdict or (recipe.verdict if recipe is not None and rewards is None else None)
+        judge = ends.enter_context(build_rewards(functions, columns=given, tokenizer=policy.tokenizer, verdict=verdict))
         samples = _first(k, recipe and recipe.eval.k, SAMPLES)
         columns = breakdown_of(settings.task)
         found = judging.evaluate(
@@ -231,13 +233,13 @@ def _every_row(settings: DataSettings, policy: Policy, length: int, tools: Tools
 
 
 def _rewards_of(
-    path: str, recipe: Recipe | None, named: objects.Reward | Sequence[objects.Reward] | None, row: Mapping[str, Any]
+    path: str, recipe: Recipe | None, named: objects.Reward | Sequence[objects.Reward] | None, columns: Collection[str]
 ) -> list[RewardSettings]:
     """The functions that judge: those that are named, else the run's, else `accuracy` where there is something to compare with."""
     if named is not None:
         return [RewardSettings(**entry) for entry in objects.reward_entries(named)]
     if recipe is None or not recipe.rewards:
-        if any(column in row for column in GOLD_COLUMNS):
+        if any(column in columns for column in GOLD_COLUMNS):
             return [RewardSettings(function="accuracy")]
         raise ConfigError(f"nothing says what is right: {path} was trained without a reward function; give rewards=NAME")
     for one in recipe.rewards:

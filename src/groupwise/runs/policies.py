@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from transformers import AutoConfig, PreTrainedModel
 from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
 from groupwise.data.load import load_demonstrations
+from groupwise.data.prompts import columns_of
+from groupwise.data.templates import formatted
 from groupwise.data.tokenizers import check_same_tokens
 from groupwise.distributed import comm, fsdp
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import (
     UNBUILDABLE,
     Blueprint,
@@ -35,6 +38,7 @@ from groupwise.models.sharded_policy import shard, shard_from_checkpoint
 from groupwise.models.streaming import check_finite
 from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
+from groupwise.runs.plan import Lines
 from groupwise.training.critics import Critic
 from groupwise.training.objectives import language_model
 from groupwise.training.teachers import Demonstrations, Teacher
@@ -170,18 +174,33 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
 
 
 def _hint(text: str | None, policy: Policy) -> Callable[[Prompt], np.ndarray] | None:
-    """The ids of a hint, by the prompt's row.  Raises ConfigError for a column that the rows do not have."""
+    """The ids of a hint, by the prompt's row."""
+    if text is None:
+        return None
 
     def ids(prompt: Prompt) -> np.ndarray:
-        try:
-            said = str(text).format_map(dict(prompt.row))
-        except (KeyError, IndexError, ValueError) as error:
-            columns = ", ".join(map(str, prompt.row)) or "none"
-            why = f"there is no {error.args[0]!r}" if isinstance(error, KeyError) else error
-            raise ConfigError(f"teacher.hint: {text!r} does not fit the rows, whose columns are {columns}: {why}") from error
-        return np.asarray(policy.tokenizer(said, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        return np.asarray(policy.tokenizer(hint_of(text, prompt.row), add_special_tokens=False)["input_ids"], dtype=np.int64)
 
-    return None if text is None else ids
+    return ids
+
+
+def hint_of(text: str, row: Mapping[str, Any]) -> str:
+    """`teacher.hint` filled in with a row; empty for a row that lacks what it reads, or has nothing there."""
+    try:
+        return formatted(text, row, "row")
+    except DataError:
+        return ""
+
+
+def hint_lines(text: str | None, prompts: Sequence[Prompt]) -> Lines:
+    """For the plan: the rows that get no hint.  Raises ConfigError if none gets one."""
+    without = [] if text is None else [prompt.id for prompt in prompts if not hint_of(text, prompt.row)]
+    if len(without) == len(prompts):
+        columns = ", ".join(columns_of(prompts)) or "none"
+        raise ConfigError(f"teacher.hint: {text!r} does not fit the rows, whose columns are {columns}")
+    if not without:
+        return []
+    return [("warning", f"{len(without)} of {len(prompts)} rows (first: {without[0]}) lack what teacher.hint reads: no hint there")]
 
 
 def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:

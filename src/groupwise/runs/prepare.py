@@ -29,7 +29,7 @@ from groupwise.config.settings import (
 )
 from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
-from groupwise.data.prompts import prompt_limit
+from groupwise.data.prompts import columns_of, prompt_limit
 from groupwise.data.sources import read_rows
 from groupwise.data.templates import Tools
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
@@ -62,7 +62,7 @@ from groupwise.runs.plan import (
     process_memory,
     scoring_memory,
 )
-from groupwise.runs.policies import largest_model, parameter_count, weightless
+from groupwise.runs.policies import hint_lines, largest_model, parameter_count, weightless
 from groupwise.training.objectives import OBJECTIVES
 
 
@@ -187,7 +187,7 @@ class Prepared:
         cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None, source: Source | None
     ) -> Prepared:
         wrong = Findings()
-        algorithm, prompts, lines = None, None, []
+        algorithm, prompts, lines, hints = None, None, [], []
         with wrong.of("objective"):
             algorithm = sampled_elsewhere(resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens), recipe.rollout)
         for section, plain, needed in (
@@ -203,6 +203,8 @@ class Prepared:
             with wrong.of("group.prompts_per_step"):
                 counts = len(prompts.train), len(prompts.held_out), len(prompts.validation)
                 lines = online_plan(recipe, *counts, prompts.report.left_out)
+            with wrong.of("teacher.hint"):
+                hints = hint_lines(recipe.teacher.hint, prompts.train)
         if wrong.errors:
             _try_rewards(recipe, prompts, blueprint, wrong)
         wrong.settle()
@@ -233,7 +235,7 @@ class Prepared:
         if not recipe.rewards and not algorithm.needs_reward:
             rewards = no_rewards()
         elif recipe.rewards or not scorers:
-            columns = list(prompts.train[0].row)
+            columns = columns_of(prompts.train)
             rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
             with closed_on_error(rewards.close):
                 _check_credit(algorithm, rewards, source)
@@ -250,6 +252,7 @@ class Prepared:
                 *held,
                 ("read", str(prompts.report)),
                 *(("warning", text) for text in prompts.report.warnings),
+                *hints,
             ],
         )
 
@@ -280,7 +283,7 @@ class Prepared:
         )
         lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
         lines += _held(recipe, blueprint, load, world)
-        columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
+        columns = columns_of(prompts.held_out) if prompts is not None else []
         rewards = None
         if columns:
             rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
@@ -306,11 +309,12 @@ def _with_room(recipe: Recipe, blueprint: Blueprint, wrong: Findings) -> Recipe:
 
 def _try_rewards(recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Blueprint, wrong: Findings) -> None:
     """Of a recipe that is refused anyway: what is wrong with its reward functions too.  Reward models are not loaded for it."""
-    columns: list[str] | None = None if prompts is None else list(prompts.train[0].row)
+    columns: list[str] | None = None if prompts is None else columns_of(prompts.train)
     if columns is None and recipe.data.path is not None:
         with suppress(ConfigError, DataError, OSError):
             ours = {theirs: ours for ours, theirs in recipe.data.columns.items()}
-            columns = [ours.get(str(name), str(name)) for name in read_rows(recipe.data.path, recipe.data.split)[0]]
+            names = dict.fromkeys(str(name) for row in read_rows(recipe.data.path, recipe.data.split) for name in row)
+            columns = [ours.get(name, name) for name in names]
     asked = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function not in MAKERS}
     if not asked:
         return
