@@ -212,6 +212,7 @@ def test_the_other_tasks_train(task: str, tmp_path: Path) -> None:
         "model": {"scratch": {"context": 256}},
         "data": {"task": task, "chat": True},
         "rewards": [{"function": REWARD[task]}],
+        "verdict": REWARD[task].rpartition(":")[2],
         "rollout": {"max_new_tokens": 30},
         "optimizer": {"lr": 1e-3},
         "stages": {
@@ -235,7 +236,7 @@ def test_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import baselines  # type: ignore[import-not-found]
 
     easy = "rewards=[{function: regex, args: {pattern: '[0-9a-z]'}}]"
-    overrides = [*SMALL, *SFT_AND_GRPO, easy, "rollout.max_new_tokens=8"]
+    overrides = [*SMALL, *SFT_AND_GRPO, easy, "verdict=regex", "rollout.max_new_tokens=8"]
     results = list(baselines.compare(str(ROOT / "recipes/demo.yaml"), overrides, 0, [2], tmp_path))
     assert [result.method for result in results] == ["sft (the start)", "grpo", "more sft", "rejection sampling, 2 rounds"]
     assert all(0.0 <= result.row()["greedy"] <= 1.0 for result in results)

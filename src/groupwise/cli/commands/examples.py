@@ -26,20 +26,21 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Print each prompt with an answer drawn at the first evaluation and one drawn at the last, and what each earned."""
-    from groupwise.runs.recorded import EVALUATIONS, places, table
+    from groupwise.runs.recorded import EVALUATIONS, steps, table
+    from groupwise.runs.run_files import RunFiles
 
-    folder = expanded(given.folder) / EVALUATIONS
-    steps = list(places(folder))
-    if not steps:
-        raise ConfigError(f"{folder} holds no evaluation: set eval.every, or eval.at_start for the answers before training")
-    first, last = (
-        {row["prompt_id"]: row for row in table(folder, step, COLUMNS).to_pylist()[::-1]} for step in (steps[0], steps[-1])
-    )
+    run = RunFiles(expanded(given.folder))
+    known, _ = steps(run, EVALUATIONS)
+    if not known:
+        raise ConfigError(f"{given.folder} holds no evaluation: set eval.every, or eval.at_start for the answers before training")
+    ends = (min(known), max(known))
+    rows = [table(run, step, COLUMNS, EVALUATIONS).to_pylist() for step in ends]
+    first, last = ({row["prompt_id"]: row for row in reversed(side)} for side in rows)
     shared = [prompt for prompt in reversed(last) if prompt in first][: given.count]
-    before = "before training" if steps[0] == 0 else f"step {steps[0]}"
+    before = "before training" if ends[0] == 0 else f"step {ends[0]}"
     for prompt in shared:
         print(f"\n{_question(first[prompt])}")
-        for label, row in ((before, first[prompt]), (f"step {steps[-1]}", last[prompt])):
+        for label, row in ((before, first[prompt]), (f"step {ends[1]}", last[prompt])):
             print(f"  {label:16} reward {row['reward']:<5.3g} {_short(row['completion_text'])}")
     return 0
 

@@ -37,7 +37,7 @@ class _Spoken(Generated):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSums(_Spoken):
-    """`What is 17 + 25?`, with numbers of `digits` digits.  The reward is `accuracy`.
+    """`What is 17 + 25?`, with numbers of `digits` digits.  The reward is `groupwise.data.tasks.chat:same_number`.
 
     >>> ChatSums().held_out(1)
     [{'prompt': 'What is 30 + 90?', 'answer': '120'}]
@@ -80,6 +80,18 @@ class ChatWords(_Spoken):
         """Different words in random order."""
         words = rng.sample(WORDS, self.count)
         return {"prompt": f"Which of these words comes first in the alphabet: {', '.join(words)}?", "answer": min(words)}
+
+
+def same_number(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
+    """1 where the last number of a completion is the answer.
+
+    Looser than `accuracy`, which wants a marked answer or nothing else: an untrained model earns something now and then.
+
+    >>> same_number(["17 + 25 = 42.", "It is 42, a nice number", "17 + 25", "I cannot add."], ["42"] * 4)
+    [1.0, 1.0, 0.0, 0.0]
+    """
+    numbers = [re.findall(r"\d+", _text(one).replace(",", "")) for one in completions]
+    return [float(bool(found) and found[-1] == gold) for found, gold in zip(numbers, answer, strict=True)]
 
 
 def same_object(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
