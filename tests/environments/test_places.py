@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from groupwise.environments import workers
-from groupwise.environments.threads import Threads
 from groupwise.errors import EnvironmentFailure
 from groupwise.utils.processes import Process
 
@@ -91,16 +90,6 @@ def test_nothing_is_forked_after_the_end(rooms: workers.Rooms) -> None:
     with pytest.raises(EnvironmentFailure, match="closed"):
         rooms.borrow()
     assert rooms._process is None
-
-
-def test_a_thread_that_is_busy_at_the_end_ends_when_it_has_finished() -> None:
-    threads, closed = Threads(), threading.Event()
-    waiting = threads.submit(lambda: (closed.wait(60.0), threading.current_thread()))
-    threads.close()
-    closed.set()
-    _, thread = waiting.result(60.0)
-    thread.join(60.0)
-    assert not thread.is_alive()
 
 
 def test_the_folder_for_temporary_files_may_have_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

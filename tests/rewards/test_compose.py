@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,6 @@ from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import Rewards, build_rewards
 from groupwise.rewards.find import LiveReward
-from groupwise.rewards.thread import Thread
 
 FILES = itertools.count()
 """Names of modules: each is imported once in this process."""
@@ -143,22 +140,6 @@ def test_fixed_arguments_are_copies_in_every_call(functions, group, prefix, aske
     with build_rewards([settings], columns=[]) as rewards:
         assert [column(rewards, group("4", "5", "6")) for _ in range(2)] == [[1.0] * 3] * 2
     assert given == {"seen": []}
-
-
-def test_a_function_of_the_program_that_hangs_holds_up_no_call_after_the_close():
-    """The thread that it holds takes nothing that is meant for the next one."""
-    free, waits = threading.Event(), SimpleNamespace(run=lambda units: [free.wait(60)])
-    thread = Thread()
-    hung = thread.run(waits, [])
-    thread.close()
-    quick = thread.run(SimpleNamespace(run=lambda units: units), ["done"])
-    try:
-        assert quick() == ["done"]
-    finally:
-        free.set()
-    assert hung() == [True]
-    assert thread.run(SimpleNamespace(run=lambda units: units), ["again"])() == ["again"]
-    thread.close()
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])

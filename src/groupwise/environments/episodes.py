@@ -29,11 +29,11 @@ from groupwise.data.turns import Turns
 from groupwise.environments.conversation import Reply
 from groupwise.environments.environment import Broken, Ended, Environment, Kind, Result, Source
 from groupwise.environments.schemas import name_of, typed, wrong_arguments
-from groupwise.environments.threads import Threads
 from groupwise.environments.tool_calls import BrokenCall, Call, CallForm, Said, form_of, read_turn, split_thinking
 from groupwise.environments.workers import error_text
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, ToolCall, Turn
+from groupwise.utils import threads
 from groupwise.utils.spelling import nearest
 from groupwise.utils.terminal import logger
 
@@ -55,7 +55,6 @@ class EpisodeWorld:
         """What rows bring is encoded as the recipe says; what the world says (`template`) is never more than text."""
         self.template = replace(self.prompts, control_tokens="plain")
         self.text_lock = threading.Lock()
-        self.threads = Threads()
         self.turns = {
             name: Turns(tokenizer=tokenizer, eos_ids=eos_ids, tools=kind.schemas or None) for name, kind in source.kinds.items()
         }
@@ -90,9 +89,8 @@ class EpisodeWorld:
         log.warning("%s", said)
 
     def close(self) -> None:
-        """Close the source and end the threads."""
+        """Close the source."""
         self.source.close()
-        self.threads.close()
 
 
 def kind_of(source: Source, row: Mapping[str, Any], where: str) -> Kind:
@@ -184,7 +182,7 @@ class Talk:
     # ---- inside --------------------------------------------------------------------------------------------------------------
 
     def _begin(self, work: Any) -> Future[Reply]:
-        self._pending = self._world.threads.submit(work)
+        self._pending = threads.begin(work, "episode")
         return self._pending
 
     @property

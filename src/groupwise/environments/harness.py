@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from groupwise.environments.endpoint import Desk
 from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
+from groupwise.utils import threads
+from groupwise.utils.event_loop import EventLoop
 from groupwise.utils.process_main import told
 from groupwise.utils.processes import Died, Process, Raised
 from groupwise.utils.secrets import environment_of_others
@@ -101,15 +103,14 @@ class FunctionHarness:
             raise ConfigError(f"the harness {getattr(function, '__name__', function)!r} {wrong}: it may name {', '.join(known)}")
         self.function = function
         self._asynchronous = inspect.iscoroutinefunction(function)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop: EventLoop | None = None
         self._lock = threading.Lock()
 
     def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
         """Call the function: an asynchronous one as a task of the event loop, any other in a thread."""
         given = {name: getattr(errand, name) for name in self._names}
         if self._asynchronous:
-            task = asyncio.run_coroutine_threadsafe(self._run(given, finished), self._running())
+            task = self._running().begin(self._run(given, finished))
             return lambda: void(task.cancel())
 
         def run() -> None:
@@ -120,7 +121,7 @@ class FunctionHarness:
             else:
                 finished(reward, "")
 
-        threading.Thread(target=run, name=f"harness-{errand.id}", daemon=True).start()
+        threads.begin(run, f"harness-{errand.id}")
         return lambda: None
 
     async def _run(self, given: Mapping[str, Any], finished: Finished) -> None:
@@ -134,27 +135,18 @@ class FunctionHarness:
         else:
             finished(reward, "")
 
-    def _running(self) -> asyncio.AbstractEventLoop:
+    def _running(self) -> EventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="harnesses", daemon=True)
-                self._thread.start()
+                self._loop = EventLoop("harnesses", seconds=CLEANUP)
             return self._loop
 
     def close(self) -> None:
         """Stop the event loop; what still runs is broken off, and has a moment to clean up."""
         with self._lock:
             loop, self._loop = self._loop, None
-        if loop is not None and self._thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join(CLEANUP)
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop until it is stopped, then break off its tasks and close it."""
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.get_loop().run_forever()
+        if loop is not None:
+            loop.close()
 
 
 class ProgramHarness:
@@ -203,7 +195,7 @@ class ProgramHarness:
                 self._end(fork)
             finished(reward, failure)
 
-        threading.Thread(target=run, name=f"harness-{errand.id}", daemon=True).start()
+        threads.begin(run, f"harness-{errand.id}")
         return lambda: self._end(fork)
 
     def _end(self, fork: Process) -> None:

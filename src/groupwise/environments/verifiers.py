@@ -13,13 +13,12 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from groupwise.environments.endpoint import Desk
 from groupwise.environments.harness import Errand, Finished, void
 from groupwise.errors import ConfigError
-from groupwise.utils import background
+from groupwise.utils.event_loop import EventLoop
 
 CHAT = "groupwise_chat"
 """The id of our harness, among verifiers' plug-ins."""
@@ -53,9 +52,7 @@ class VerifiersHarness:
             raise ConfigError(f"environment.verifiers {name!r}: {type(error).__name__}: {str(error)[:500]}") from error
         self.name = name
         self._tasks: list[Any] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._served: Future[None] | None = None
+        self._loop: EventLoop | None = None
         self._lock = threading.Lock()
 
     def rows(self, limit: int | None = None) -> list[dict[str, Any]]:
@@ -75,7 +72,7 @@ class VerifiersHarness:
             raise ValueError(
                 f"the column task holds {place!r}: the rows must be those of the taskset, which has {len(self._tasks)}"
             )
-        play = asyncio.run_coroutine_threadsafe(self._play(self._tasks[place], errand, finished), self._running())
+        play = self._running().begin(self._play(self._tasks[place], errand, finished))
         return lambda: void(play.cancel())
 
     async def _play(self, task: Any, errand: Errand, finished: Finished) -> None:
@@ -97,39 +94,19 @@ class VerifiersHarness:
         else:
             finished(reward, failure, traces)
 
-    def _running(self) -> asyncio.AbstractEventLoop:
+    def _running(self) -> EventLoop:
         """The event loop, with verifiers' servers up."""
         with self._lock:
             if self._loop is None:
-                loop, ready = asyncio.new_event_loop(), Future[None]()
-                self._stop = asyncio.Event()
-                self._served = background.begin(lambda: loop.run_until_complete(self._serve(ready)), "verifiers")
-                ready.result(timeout=START)
-                self._loop = loop
+                self._loop = EventLoop("verifiers", self.environment.serving, seconds=START)
             return self._loop
-
-    async def _serve(self, ready: Future[None]) -> None:
-        assert self._stop is not None
-        try:
-            async with self.environment.serving():
-                ready.set_result(None)
-                await self._stop.wait()
-                others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-                for task in others:
-                    task.cancel()
-                await asyncio.gather(*others, return_exceptions=True)
-        except BaseException as error:
-            if not ready.done():
-                ready.set_exception(error)
-            raise
 
     def close(self) -> None:
         """Stop verifiers' servers and the event loop."""
         with self._lock:
             loop, self._loop = self._loop, None
-        if loop is not None and self._stop is not None and self._served is not None:
-            loop.call_soon_threadsafe(self._stop.set)
-            self._served.exception(timeout=START)
+        if loop is not None:
+            loop.close()
 
 
 def worth(episode: Any) -> tuple[float | None, str, dict[str, tuple[str, float]]]:

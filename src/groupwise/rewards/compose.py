@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -26,12 +27,12 @@ from groupwise.rewards.outcomes import Outcome, failed
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rewards.returned import describe_failure, described, validated
 from groupwise.rewards.step_signals import step_signal
-from groupwise.rewards.thread import Thread
 from groupwise.rewards.timeouts import DEFAULT_SECONDS, SECONDS_EACH, too_late
 from groupwise.rewards.trainer_state import TOLD, TrainerState
 from groupwise.rewards.worker_calls import Answers, Host, Task, finish
 from groupwise.utils.processes import STARTS
 from groupwise.utils.terminal import logger
+from groupwise.utils.threads import Thread
 
 log = logger(__name__)
 
@@ -197,7 +198,8 @@ class Rewards:
         self._rewards = tuple(rewards)
         self._columns = tuple(columns)
         self._hosts = self._assign_hosts(hosts)
-        self._thread = Thread()
+        self._thread: Thread | None = None
+        """In which functions of the program run, where they run here: always the same, and never the main one, whoever asks."""
         self._functions = Functions({r.spec: r.live.function for r in rewards if r.live is not None and r.live.runs == "here"})
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
@@ -268,7 +270,9 @@ class Rewards:
         alone = self._lock.acquire(blocking=False)
         for host in self._hosts.values():
             host.kill() if alone else host.end()
-        self._thread.close()
+        if self._thread is not None:  # a later call has another one, and does not wait for a function that hangs
+            self._thread.close()
+            self._thread = None
         if alone:
             self._lock.release()
 
@@ -359,13 +363,13 @@ class Rewards:
             for task in tasks:
                 task.begin()
             here = [name for name in units if name not in self._hosts]
-            wait = self._thread.run(self._functions, [units[name] for name in here]) if here else None
+            messages = self._in_thread([units[name] for name in here]) if here else None
             for reward in self._rewards:
                 if reward.function is not None:
                     ended[reward.name] = _here(reward, batch)
-            if wait is not None:
+            if messages is not None:
                 answers = Answers([units[name] for name in here])
-                for message in wait():
+                for message in messages.result():
                     answers.take(*message)
                 ended |= zip(here, answers.outcomes, strict=True)
             finish(list(tasks))
@@ -376,6 +380,12 @@ class Rewards:
         for task, members in tasks.items():
             ended |= zip(members, task.outcomes, strict=True)
         return [ended[name] for name in self.names]
+
+    def _in_thread(self, units: Sequence[Unit]) -> Future[list[list[Any]]]:
+        """Call functions of the program in its thread; their messages."""
+        if self._thread is None:
+            self._thread = Thread("groupwise-rewards")
+        return self._thread.begin(lambda: list(self._functions.run(units)))
 
     def counting(self, steps: Iterator[Step], done: int, last: int) -> Iterator[Step]:
         """The steps of a loop, which functions that ask for `trainer_state` are told of.   done: those before; last: its number."""

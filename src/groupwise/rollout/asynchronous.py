@@ -19,7 +19,7 @@ from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import EngineError
 from groupwise.records import Prompt
 from groupwise.rollout.dynamic_sampling import Collected, GroupSampler
-from groupwise.utils import background
+from groupwise.utils import threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class PrefetchedRollouts:
             collected = source.collect(prompts)
             return PendingRollout(step=step, version=version, prompts=(), result=lambda: collected)
         prompts = prompts or tuple(source.prompts())
-        own = background.begin(lambda: source.sample(prompts), f"rollout-{step}")
+        own = threads.begin(lambda: source.sample(prompts), f"rollout-{step}")
         return PendingRollout(step=step, version=version, prompts=prompts, result=lambda: source.collect(prompts, own.result))
 
     def pending(self) -> tuple[PendingRollout, ...]:

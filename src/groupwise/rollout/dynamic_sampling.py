@@ -17,7 +17,7 @@ from groupwise.records import Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.compose import Judge
 from groupwise.rewards.step_signals import with_turns
 from groupwise.rollout.engine import Engine
-from groupwise.utils import background
+from groupwise.utils import threads
 
 Draw = Callable[[int], Sequence[Prompt]]
 """The next k prompts of the data's order."""
@@ -58,7 +58,7 @@ class GroupSampler:
     def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
         """This process's share of the prompts as scored groups; finished ones are scored while others are still being sampled."""
         finished: SimpleQueue[tuple[Rollout, ...] | None] = SimpleQueue()
-        scored = background.begin(
+        scored = threads.begin(
             lambda: [self._whole(one) for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])], "rewards"
         )
         mine = comm.share(prompts)

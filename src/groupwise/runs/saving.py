@@ -22,7 +22,7 @@ from groupwise.errors import GroupwiseError, StorageError
 from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job
-from groupwise.utils import background, files
+from groupwise.utils import files, threads
 
 Found = TypeVar("Found")
 
@@ -69,7 +69,7 @@ class Saver:
             staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
             group = comm.open_aside()
             work = (temporary, dict(state), policy, parts, staged, group)
-            self._writing = background.begin(lambda: self._write(*work), "checkpoint")
+            self._writing = threads.begin(lambda: self._write(*work), "checkpoint")
 
     def wait(self) -> None:
         """Return when everything is on the disk.  Raises StorageError or PeerError if it could not be written."""

@@ -20,7 +20,7 @@ from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.rollout.vllm.client import Client
-from groupwise.utils import background
+from groupwise.utils import threads
 
 Alive = Callable[[], None]
 """Raises if a server is known to have ended; it knows better than a broken connection what happened."""
@@ -209,7 +209,7 @@ def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> It
 
 def together(tasks: Sequence[Callable[[], Any]], alive: Alive | None) -> None:
     """Run all at the same time; the first failure ends the wait, whatever the others still wait for."""
-    begun = [background.begin(task, "servers") for task in tasks]
+    begun = [threads.begin(task, "servers") for task in tasks]
     for done in as_completed(begun):
         failure = done.exception()
         if isinstance(failure, Exception):

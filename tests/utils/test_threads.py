@@ -1,0 +1,127 @@
+"""Work in a thread beside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NoReturn
+
+import pytest
+
+from groupwise.errors import GroupwiseError
+from groupwise.utils import threads
+from groupwise.utils.event_loop import EventLoop
+from groupwise.utils.threads import Thread, begin
+
+
+def test_work_is_done_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an interpreter that ends, from Python 3.12 on."""
+
+    def refuse(_: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert begin(lambda: threading.current_thread().name, "beside").result() == threading.current_thread().name
+    with pytest.raises(ZeroDivisionError):
+        begin(lambda: 1 / 0, "beside").result()
+
+
+def test_where_no_further_thread_is_allowed_nobody_goes_on_without_its_work() -> None:
+    """Work that is done at once, before what it waits for has begun, would wait for ever."""
+    before = threading.stack_size(1 << 47)  # more than a processor can address: the system refuses, as it does at its limit
+    try:
+        with pytest.raises(GroupwiseError, match=r"can't start new thread.*ulimit -u"):
+            begin(lambda: pytest.fail("was run"), "beside")
+    finally:
+        threading.stack_size(before)
+
+
+def test_a_thread_that_has_finished_takes_the_next_work() -> None:
+    first = begin(threading.current_thread, "first").result(60)
+    end = time.monotonic() + 60
+    while (again := begin(threading.current_thread, "again").result(60)) is not first and time.monotonic() < end:
+        time.sleep(0.001)
+    assert again is first and again.daemon
+
+
+def test_work_that_hangs_holds_up_no_other() -> None:
+    free = threading.Event()
+    hung = [begin(lambda: free.wait(60), "hangs") for _ in range(20)]
+    assert begin(lambda: "done", "quick").result(60) == "done"
+    free.set()
+    assert all(one.result(60) for one in hung)
+
+
+def test_a_thread_of_its_own_is_always_the_same_and_ends_when_it_has_finished() -> None:
+    thread, free = Thread("own"), threading.Event()
+    running = thread.begin(lambda: (free.wait(60), threading.current_thread())[1])
+    later = [thread.begin(threading.current_thread) for _ in range(3)]
+    thread.close()
+    free.set()
+    assert {one.result(60) for one in (running, *later)} == {running.result(60)}
+    running.result().join(60)
+    assert not running.result().is_alive()
+
+
+def test_a_fork_has_threads_of_its_own() -> None:
+    begin(lambda: None, "parent's").result(60)
+    if (child := os.fork()) == 0:
+        os._exit(0 if begin(lambda: 1, "child's").result(60) == 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_idle_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(threads, "_idle", [])
+    thread = begin(threading.current_thread, "idle").result(60)
+    thread.join(60)
+    assert not thread.is_alive() and threads._idle == []
+
+
+def test_coroutines_run_side_by_side_and_are_broken_off_at_the_end() -> None:
+    ended: list[str] = []
+
+    async def hang(name: str) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(name)
+
+    async def meet(one: asyncio.Event, other: asyncio.Event) -> str:
+        one.set()
+        await other.wait()
+        return "met"
+
+    loop = EventLoop("loop")
+    first, second = asyncio.Event(), asyncio.Event()
+    assert [future.result(60) for future in (loop.begin(meet(first, second)), loop.begin(meet(second, first)))] == ["met"] * 2
+    hung = [loop.begin(hang(name)) for name in "ab"]
+    assert loop.begin(asyncio.sleep(0)).result(60) is None
+    loop.close()
+    loop.close()
+    assert sorted(ended) == ["a", "b"] and all(one.cancelled() for one in hung)
+
+
+def test_what_is_open_around_a_loop_is_closed_with_it_and_its_failure_is_raised() -> None:
+    seen: list[str] = []
+
+    @asynccontextmanager
+    async def around() -> AsyncIterator[None]:
+        seen.append("opened")
+        yield
+        seen.append("closed")
+
+    EventLoop("loop", around).close()
+    assert seen == ["opened", "closed"]
+
+    @asynccontextmanager
+    async def broken() -> AsyncIterator[None]:
+        raise ValueError("no port")
+        yield
+
+    with pytest.raises(ValueError, match="no port"):
+        EventLoop("loop", broken)
