@@ -28,12 +28,10 @@ class Live(str):
     """
 
     value: Any
-    digest: str | None
-    """Of what the object held when a run first asked (`runs/inputs.py`): what it counts while it works makes it no other."""
 
     def __new__(cls, name: str, value: Any) -> Self:
         found = super().__new__(cls, LIVE + name)
-        found.value, found.digest = value, None
+        found.value = value
         return found
 
     def __deepcopy__(self, memo: object) -> Self:

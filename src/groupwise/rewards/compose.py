@@ -532,7 +532,8 @@ def _refuse(reward: Reward, outcome: Outcome, batch: Completions) -> NoReturn:
     text = dict(zip(batch.labels, batch.texts, strict=False)).get(outcome.label or "")
     shown = "" if text is None else f", {text[:200]!r}"
     error = RewardError(describe_failure(reward.name, batch.labels, outcome) + shown)
-    error.add_note("a function that has been repaired is another one: resume with accept_changes=True")
+    if not reward.spec.startswith(LIVE):
+        error.add_note("a file that has been repaired is another one: resume with accept_changes=True")
     raise error from outcome.cause
 
 

@@ -3,6 +3,7 @@
 A recipe names files, and a file can change while its name stays.  Digests of their content are written to the run folder
 (`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.
 Own code is whatever a setting names as `module:NAME` or `file.py:NAME`, with the own files that it imports (`user_code.py`).
+Of an object of the running program only the name counts.
 Files and folders that arguments name are looked at too, but a reward may write to them: of their changes a warning tells.
 """
 
@@ -25,11 +26,8 @@ from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
-from groupwise.rewards.find import LiveReward
-from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.runs import user_code
 from groupwise.runs.folder import model_digest
-from groupwise.runs.held import held_digest
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.utils.files import expanded
@@ -203,21 +201,9 @@ def _weight_files(path: str) -> list[Path]:
     return [*own, *_weight_files(read_adapter(folder))] if (folder / ADAPTER_CONFIG).is_file() else own
 
 
-def _live_code(function: str) -> dict[str, Any] | None:
-    """A digest of a function of the running program and of what it holds, as it is when the first run with this `Live` begins."""
-    if not isinstance(function, Live):
-        return None
-    if function.digest is None:
-        inner = function.value.function if isinstance(function.value, LiveReward) else function.value
-        function.digest = held_digest(inner.function if isinstance(inner, ProcessReward) else inner)
-    return {"code": function.digest}
-
-
 def _code(key: str, function: str) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
     """The file of `file.py:function` or `module:function`, and the own files that it imports."""
-    if live := _live_code(function):
-        yield key, (function, live)
-    elif (file := user_code.file_of(function)) is not None:
+    if not isinstance(function, Live) and (file := user_code.file_of(function)) is not None:
         yield key, (function, _file(str(file)))
         for name, path in user_code.imported_files(file).items():
             yield f"{key} imports {name}", ("", _file(str(path)))
@@ -249,8 +235,6 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
     named = f"{key} {source}".rstrip()
     if "weights" in now:
         return f"{named}: the stage has been trained again, or its files were changed: its weights are others"
-    if "code" in now:
-        return f"{named}: it is another function now, holds other values or calls others, or another version of Python runs it"
     if "fingerprint" in now:
         return f"{named}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
     sizes = (then.get("size"), now.get("size"))
