@@ -205,7 +205,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def metrics(path: Path) -> list[dict]:
     lines = [json.loads(line) for line in (path.parent / "runs" / path.stem / "metrics.jsonl").read_text().splitlines()]
-    timing = ("time/", "wall", "tokens/per_second")
+    timing = ("time/", "wall", "tokens/per_second", "flops/per_second")
     return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
 
 

@@ -49,7 +49,7 @@ from groupwise.training.scoring import score
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
-STAMPS = ("time/", "wall", "tokens/per_second")
+STAMPS = ("time/", "wall", "tokens/per_second", "flops/per_second")
 
 
 def digits(completion: str) -> float:

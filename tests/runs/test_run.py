@@ -63,7 +63,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def metrics(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timing = ("time/", "wall", "tokens/per_second")
+    timing = ("time/", "wall", "tokens/per_second", "flops/per_second")
     return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
 
 

@@ -81,7 +81,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def metrics(path: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder(path) / "metrics.jsonl").read_text().splitlines()]
-    other = ("time/", "wall", "tokens/per_second", "eval/")
+    other = ("time/", "wall", "tokens/per_second", "flops/per_second", "eval/")
     return [{key: value for key, value in line.items() if not key.startswith(other)} for line in lines]
 
 
@@ -299,7 +299,7 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_on_resume(recipe: Callabl
     each(evaluate, "_complete", lambda: calls.__setitem__(0, calls[0] + 1), monkeypatch)
     assert list(train(load_recipe(path))) == []
     assert calls[0] == 2
-    assert "greedy" in json.loads((folder(path) / "done.json").read_text())
+    assert "greedy_reward" in json.loads((folder(path) / "done.json").read_text())
 
 
 @pytest.mark.slow
