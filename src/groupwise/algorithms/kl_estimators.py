@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from groupwise.algorithms.losses import LIMIT, guarded_exp
+from groupwise.utils.imports import LazyModule
 
-KL = Callable[[Tensor, Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
+
+KL = Callable[..., Any]
 """(l, ref, l - b), each (M,) -> (M,)."""
 
 
