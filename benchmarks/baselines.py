@@ -125,7 +125,7 @@ def rejection(
     limit = grpo.rollout.max_new_tokens
     source = dataclasses.replace(grpo.data, limit=TASK_ROWS)
     data = load_data(source, policy.tokenizer, context=policy.context, max_new_tokens=limit, seed=sft.seed)
-    rewards = build_rewards(grpo.rewards, columns=list(data.train[0].row), tokenizer=policy.tokenizer)
+    rewards = build_rewards(grpo.rewards, columns=list(data.train[0].row), tokenizer=policy.tokenizer, verdict=grpo.verdict)
     order = Order(len(data.train), sft.seed)
     sampling = Sampling(temperature=grpo.rollout.temperature, max_new_tokens=limit)
     steps = max(round(budget / 2 / rounds / step_seconds), 1)

@@ -54,7 +54,7 @@ def imitate(run: Path) -> Result:
     student, teacher = (load_policy(ModelSettings(path=str(run / name / "final"))) for name in ("start", "teacher"))
     limit = distill.rollout.max_new_tokens
     data = load_data(distill.data, student.tokenizer, context=student.context, max_new_tokens=limit, seed=distill.seed)
-    rewards = build_rewards(distill.rewards, columns=list(data.train[0].row), tokenizer=student.tokenizer)
+    rewards = build_rewards(distill.rewards, columns=list(data.train[0].row), tokenizer=student.tokenizer, verdict=distill.verdict)
     engine, order = NativeEngine(teacher, max_rows=distill.rollout.max_rows), Order(len(data.train), distill.seed)
     sampling = Sampling(temperature=distill.rollout.temperature, max_new_tokens=limit)
     wanted, tokens, right = trained_tokens(run / "distill"), 0, 0.0

@@ -140,13 +140,14 @@ ACCURACY, THINKS_FIRST = {"function": "accuracy"}, {"function": "think_format"}
     ("rows", "rewards"),
     [
         ([{"prompt": "1+1=", "answer": "2"}] * 7 + [{"prompt": "1+2="}], [ACCURACY]),
+        ([{"prompt": "1+2="}] + [{"prompt": "1+1=", "answer": "2"}] * 7, [ACCURACY]),
         ([{"prompt": "1+1=", "answer": "2"}] * 7 + [{"prompt": "1+2=", "answer": None}], [ACCURACY]),
         ([{"prompt": "1+1=", "answer": 2.0}] * 7 + [{"prompt": "1+2=", "answer": float("nan")}], [ACCURACY]),
         ([{"prompt": "1+1=", "answer": "2"}] * 8, [THINKS_FIRST, ACCURACY]),
         ([{"prompt": "1+1=", "answer": "x", "final": "2"}] * 8, [ACCURACY | {"args": {"column": "final"}}]),
         ([{"prompt": "1+1=", "solution": "Paris"}] * 8, [{"function": "exact"}]),
     ],
-    ids=["without the column", "null", "NaN", "format first", "a named column", "words for exact"],
+    ids=["without the column", "the first without the column", "null", "NaN", "format first", "a named column", "words for exact"],
 )
 def test_golds_are_held_against_the_functions_and_columns_that_training_takes(
     rows: list[dict], rewards: list[dict], check_rows: Callable
