@@ -148,7 +148,7 @@ def test_health_flags() -> None:
         "reward": math.nan,
     }
     good = dict.fromkeys(bad, 0.0) | {"entropy": 1.0}
-    assert set(bad) | {"groups/solved", "groups/failed", "tokens/trained"} == {flag.metric for flag in FLAGS}
+    assert set(bad) | {"groups/solved", "groups/failed", "tokens/trained", "value/explained"} == {flag.metric for flag in FLAGS}
     assert flags([good] * 20) == []
     assert flags([]) == []
     assert flags([good] * 20 + [bad] * 10) == flags([bad])

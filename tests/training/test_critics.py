@@ -32,7 +32,7 @@ from groupwise.runs import policies
 from groupwise.runs.run import train
 from groupwise.training import critics, metrics
 from groupwise.training.critics import Critic, with_values
-from groupwise.training.online import improve, policy_loss, with_reference
+from groupwise.training.online import centre, improve, policy_loss, with_reference
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import weigh
 
@@ -175,14 +175,14 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
     for sample in samples:  # values are those of the model's own states
         np.testing.assert_allclose(
             sample.extra["value"][sample.weight != 0],
-            critic.head(states(policy, sample)[0])[:, 0].detach().numpy()[sample.weight != 0],
+            critic.values(states(policy, sample)[0]).detach().numpy()[sample.weight != 0],
             atol=1e-10,
         )
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.02)
         critic.head.bias.add_(0.07)
-    parameters = [*policy.model.parameters(), *critic.head.parameters()]
+    parameters = [*policy.model.parameters(), critic.head.weight]
 
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad(loss, parameters))
@@ -198,7 +198,7 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
         hidden, logp = (column[torch.from_numpy(trained)] for column in states(policy, sample))
         columns = (sample.advantage, sample.behavior_logp, sample.extra["value"], sample.extra["return"])
         advantage, behavior, before, target = (torch.from_numpy(column[trained]) for column in columns)
-        ratio, value = (logp - behavior).exp(), critic.head(hidden)[:, 0]
+        ratio, value = (logp - behavior).exp(), critic.values(hidden)
         expected = expected - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / tokens
         if not target.isnan().any():  # else the completion had no reward
             error = torch.maximum((value - target) ** 2, (torch.clamp(value, before - 0.1, before + 0.1) - target) ** 2)
@@ -347,6 +347,18 @@ def test_a_credit_of_the_table_makes_any_row_ask_a_critic() -> None:
     chosen: Algorithm = resolve("grpo", GroupSettings(credit="gae", group_size=1), 8)
     assert chosen.needs_value
     assert not chosen.skips_dead
+
+
+def test_a_new_head_soon_has_the_mean_of_the_returns(tiny_policy: Callable, groups: list[Scored]) -> None:
+    policy = tiny_policy(dtype=torch.float64, scale=2.0)
+    algorithm = resolve("ppo", GroupSettings(group_size=4), 12)
+    critic = Critic.on(policy, CriticSettings(), OptimizerSettings(), 1)
+    for _ in range(60):
+        scored = with_values(groups, critic, algorithm, 100)
+        centre(critic, scored)
+    found = metrics.value_metrics(scored)
+    assert found["value/mean"] == pytest.approx(found["value/return"], abs=1e-3)
+    assert found["value/mean"] != 0.0
 
 
 def lines_of_code(source: str) -> int:

@@ -432,8 +432,9 @@ class CriticSettings:
     path: str | None = None
     """A backbone of its own: a checkpoint, a reward model whose head it continues with, or `stage:NAME`.  null: a new head on the
     policy's backbone, which then learns from both losses."""
-    lr: Annotated[float, Gt(0.0), Lt(1.0)] = 1e-5
-    """Peak learning rate of the head, and of a backbone of its own; all else is as in `optimizer`."""
+    lr: Annotated[float, Gt(0.0), Lt(1.0)] | None = None
+    """Peak learning rate of the head, and of a backbone of its own; all else is as in `optimizer`.  Default: 5e-3 for a new head,
+    1e-5 for a backbone of its own."""
     coefficient: Annotated[float, Gt(0.0)] = 0.1
     """Weight of the value loss."""
     clip: Annotated[float, Gt(0.0)] | None = 0.2

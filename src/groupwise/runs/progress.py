@@ -135,6 +135,13 @@ FLAGS = (
         lambda v: v > 0,
         "tokens lay so far from the reference that the KL was cut: lower optimizer.lr or raise group.beta",
     ),
+    Flag(
+        "value/explained",
+        lambda v: v < 0.0,
+        "of the returns' variance is explained by the critic, less than by their mean: change critic.lr, set critic.pretrain, "
+        "or give it a backbone of its own (critic.path)",
+        solved=True,
+    ),
     Flag("reward", lambda v: math.isnan(v), "reward: no completion could be scored; try `groupwise score`"),
 )
 SHARES = ("groups/solved", "groups/failed", "groups/dead", "completions/clipped_ratio", "completions/duplicates")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from groupwise.algorithms.losses import clipped_value
 from groupwise.algorithms.registry import Algorithm
@@ -27,6 +28,9 @@ from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.training.samples import joined, samples_of
 from groupwise.training.updating import assess, update
 
+NEW_HEAD, BACKBONE = 5e-3, 1e-5
+"""Default learning rates of a new head, and of a backbone of its own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Critic:
@@ -34,8 +38,8 @@ class Critic:
 
     policy: Policy
     """Whose hidden states it reads: the policy that is trained, or a model with a score head of its own."""
-    head: nn.Module
-    """D -> 1."""
+    head: Any
+    """A module, D -> 1."""
     optimizer: Optimizer
     """Of the critic's own parameters: its head, and a backbone of its own."""
     settings: CriticSettings
@@ -44,18 +48,24 @@ class Critic:
 
     @classmethod
     def on(cls, policy: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int) -> Critic:
-        """A new head on the policy's backbone; its values are 0 at first.   updates: of the run, for the schedule."""
+        """A new head on the policy's backbone; its values are 0 at first.   updates: of the run, for the schedule.
+
+        It reads states of length 1, so that a learning rate means the same for every model.  Its bias is not learnt by gradients
+        but set before each step (`online.centre`): learnt with the weights, the mean of the returns would pass through every
+        feature, and values would differ from token to token by nothing that is about the reward.
+        """
         width, precision = policy.head.weight_VD.shape[1], torch.promote_types(policy.dtype, torch.float32)
         head = nn.Linear(width, 1, device=policy.device, dtype=precision)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-        own = Optimizer(head, replace(optimizer, lr=settings.lr), updates)
+        head.bias.requires_grad_(False)
+        own = Optimizer(head, replace(optimizer, lr=NEW_HEAD if settings.lr is None else settings.lr), updates)
         return cls(policy=policy, head=head, optimizer=own, settings=settings, shared=True)
 
     @classmethod
     def of(cls, scorer: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int) -> Critic:
         """A scoring model (`models.reward_head.make_scorer`) as the critic, all of it trained."""
-        own = Optimizer(scorer.model, replace(optimizer, lr=settings.lr), updates)
+        own = Optimizer(scorer.model, replace(optimizer, lr=BACKBONE if settings.lr is None else settings.lr), updates)
         head: Any = scorer.model.score
         return cls(policy=scorer, head=head, optimizer=own, settings=settings, shared=False)
 
@@ -66,8 +76,9 @@ class Critic:
 
     def values(self, hidden_MD: Tensor) -> Tensor:
         """V of each state (M,), at least float32, differentiable."""
+        hidden_MD = hidden_MD.to(next(self.head.parameters()).dtype)
         with self.policy.precision():
-            value_M = self.head(hidden_MD.to(next(self.head.parameters()).dtype))[:, 0]
+            value_M = self.head(normalize(hidden_MD, dim=-1) if self.shared else hidden_MD)[:, 0]
         return value_M.to(torch.promote_types(value_M.dtype, torch.float32))
 
     def loss(self, batch: Batch, value_M: Tensor) -> Tensor:

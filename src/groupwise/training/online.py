@@ -174,7 +174,18 @@ def with_signals(
     groups = with_reference(groups, reference, budget)
     groups = with_scores(groups, policy, budget) if _scores_first(algorithm, groups, group, policy) else groups
     groups = with_teacher(groups, teacher, budget) if algorithm.reads_teacher else groups
-    return with_values(groups, critic, algorithm, budget)
+    groups = with_values(groups, critic, algorithm, budget)
+    centre(critic, groups)
+    return groups
+
+
+@torch.no_grad()
+def centre(critic: Critic | None, groups: Sequence[Scored]) -> None:
+    """Move the values of a critic's new head to where they and their targets have one mean."""
+    if critic is not None and critic.shared:
+        gaps = [t - v for group in groups for t, v in zip(group.signals["return"], group.signals["value"], strict=True)]
+        gap_N = np.concatenate(gaps)
+        critic.head.bias += 0.0 if np.isnan(gap_N).all() else float(np.nanmean(gap_N))
 
 
 @contextmanager

@@ -75,6 +75,11 @@ WORDS = {
         "{value} tokens a step lie 20 nats or more from the reference.",
         "Lower optimizer.lr, or raise group.beta.",
     ),
+    "value/explained": Words(
+        "The critic explains nothing",
+        "Its values are farther from the returns than their mean is ({value} of the variance explained).",
+        "Raise or lower critic.lr, train it first (critic.pretrain), or give it a backbone of its own (critic.path).",
+    ),
     "reward": Words(
         "Nothing could be scored", "Every reward function said None to every completion.", "Try them: groupwise score."
     ),
