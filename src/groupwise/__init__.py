@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from groupwise.config.settings import Recipe
     from groupwise.data.packing import pack
     from groupwise.errors import GroupwiseError
-    from groupwise.models.loading import make_policy
     from groupwise.models.policy import Policy
     from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored, Step
     from groupwise.rewards.compose import build_rewards
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from groupwise.rollout.native.engine import NativeEngine
     from groupwise.runs.api import Training, train
     from groupwise.runs.evaluation import EvalReport, evaluate
-    from groupwise.runs.loaded_policy import LoadedPolicy, load_policy
+    from groupwise.runs.loaded_policy import LoadedPolicy, load_policy, make_policy
     from groupwise.training.offline import train_offline
     from groupwise.training.online import train_online
     from groupwise.training.optimizer import Optimizer
@@ -62,7 +61,7 @@ _WHERE = {
     "LoadedPolicy": "runs.loaded_policy",
     "evaluate": "runs.evaluation",
     "EvalReport": "runs.evaluation",
-    "make_policy": "models.loading",
+    "make_policy": "runs.loaded_policy",
     "Policy": "models.policy",
     "NativeEngine": "rollout.native.engine",
     "build_rewards": "rewards.compose",

@@ -14,7 +14,9 @@ from groupwise.algorithms import advantages, kl_estimators, loss_weights, losses
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import fact
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
+from groupwise.config import settings
 from groupwise.config.settings import GroupSettings
+from groupwise.config.validation import COMPARES_SIBLINGS, DIVERGING, MIXED, REWARDLESS
 from groupwise.errors import ConfigError
 
 
@@ -70,22 +72,25 @@ def test_each_preset_has_the_parts_its_paper_names(name):
     assert row.equation
 
 
-def test_every_row_has_its_parts_by_its_paper():
+def test_the_table_holds_what_the_settings_promise():
+    assert tuple(ALGORITHMS) == settings.ONLINE
     assert set(PAPER) == set(ALGORITHMS)
+    for kind, names in settings.PARTS.items():
+        assert tuple(PARTS[kind]) == names
 
 
 def test_dapo_resamples_dead_groups_and_masks_truncated_completions():
     assert [name for name, row in ALGORITHMS.items() if row.dead_groups == "refill"] == ["dapo"]
     assert [name for name, row in ALGORITHMS.items() if row.truncated == "mask"] == ["dapo"]
     assert {name for name, row in ALGORITHMS.items() if row.kl_place == "reward"} == {"rloo", "reinforce_pp", "ppo"}
-    assert [name for name, row in ALGORITHMS.items() if row.needs_value] == ["ppo"]
-    taught = ["distill", "distill_sampled", "minillm"]
-    assert [name for name, row in ALGORITHMS.items() if row.needs_teacher] == taught
-    assert [name for name, row in ALGORITHMS.items() if not row.needs_reward] == taught
-    assert [name for name, row in ALGORITHMS.items() if row.mix] == ["minillm"]
-    assert [name for name, row in ALGORITHMS.items() if row.divergence is not None] == ["distill", "minillm"]
-    alone = ["reinforce_pp", "reinforce", "ppo", *taught]
-    assert [name for name, row in ALGORITHMS.items() if not fact(row.credit, "compares_siblings")] == alone
+    assert tuple(name for name, row in ALGORITHMS.items() if row.needs_value) == settings.VALUED
+    assert tuple(name for name, row in ALGORITHMS.items() if row.needs_teacher) == settings.TAUGHT
+    assert tuple(name for name, row in ALGORITHMS.items() if not row.needs_reward) == settings.TAUGHT
+    assert tuple(name for name, row in ALGORITHMS.items() if row.mix) == MIXED
+    assert tuple(name for name, row in ALGORITHMS.items() if row.divergence is not None) == DIVERGING
+    credits = PARTS["credit"].items()
+    assert tuple(name for name, part in credits if not fact(part, "needs_reward")) == REWARDLESS
+    assert {name for name, part in credits if fact(part, "compares_siblings")} == set(COMPARES_SIBLINGS)
 
 
 def test_token_level_is_what_a_fused_head_may_use():

@@ -18,8 +18,8 @@ FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 ROOMS = (
-    "errors", "records", "utils", "algorithms", "ops", "config", "distributed", "data", "models", "rewards", "environments",
-    "rollout", "training", "runs", "viewer", "cli", "__init__", "__main__",
+    "errors", "records", "utils", "ops", "config", "distributed", "data", "algorithms", "models", "rewards", "environments",
+    "rollout", "proof", "training", "runs", "viewer", "cli", "__init__", "__main__",
 )  # fmt: skip
 """The packages from upstream to downstream, with the four files of the root.  A part imports from itself and those before it."""
 
@@ -123,7 +123,7 @@ def test_no_circle_of_imports() -> None:
 
 
 def test_the_mathematics_is_pure() -> None:
-    """Functions of tensors: torch, numpy, operations and records.  Only the table of algorithms checks a recipe's keywords."""
+    """Functions of tensors: torch, numpy, operations and records.  Only the table of algorithms reads settings."""
     allowed = {"torch", "numpy", "annotated_types", "groupwise"}
     standard = set(sys.stdlib_module_names)
     for name in FILES:
@@ -133,7 +133,7 @@ def test_the_mathematics_is_pure() -> None:
             assert {part_of(module) for module in own_imports(name)} <= {"algorithms", "ops", "records", "errors", "utils"}, name
 
 
-REPORTS_KERNELS = {"models.probe", "runs.folder", "runs.prepare"}
+REPORTS_KERNELS = {"proof.kept", "runs.folder", "runs.prepare"}
 """What tells a user whether there are compiled kernels, and why not."""
 
 
@@ -339,7 +339,9 @@ def test_the_architecture_page_names_every_file() -> None:
     assert not missing, f"docs/architecture.md has no line for (make docs) {missing}"
 
 
-@pytest.mark.parametrize("table", ["runs.engines.ENGINES", "data.tasks.TASKS", "training.objectives.OBJECTIVES"])
+@pytest.mark.parametrize(
+    "table", ["runs.engines.ENGINES", "data.tasks.TASKS", "algorithms.registry.PARTS", "training.objectives.OBJECTIVES"]
+)
 def test_the_architecture_page_names_both_rows_of_what_is_built_in(table: str) -> None:
     """A table of what is built in, and the names in `config` that a recipe is checked against: one alone is refused."""
     module, _, name = table.rpartition(".")

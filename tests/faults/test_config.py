@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
+from groupwise.algorithms.parts import parameters
+from groupwise.algorithms.registry import PARTS
 from groupwise.cli.commands import main
+from groupwise.config import settings
 from groupwise.config.recipes import load_recipe, parse_stages
 from groupwise.config.schema import settings_table
 from groupwise.errors import ConfigError
@@ -97,6 +100,17 @@ def test_k4d_no_value_of_a_setting_is_a_traceback() -> None:
                 assert "r.yaml:" in said
                 assert "\0" not in said
                 assert "\x1b" not in said
+
+
+def test_what_parts_take_is_what_the_table_says() -> None:
+    """`settings.PART_OPTIONS` is there so that torch need not be; it must say what the functions do."""
+    for place, functions in PARTS.items():
+        for name, function in functions.items():
+            if place == "kl":
+                continue
+            hints = get_type_hints(function, include_extras=True)
+            takes = {key: hints[key] for key in parameters(function) if not (place == "credit" and key == "beta")}
+            assert dict(settings.PART_OPTIONS.get(name, {})) == takes, name
 
 
 @pytest.mark.parametrize(

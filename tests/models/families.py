@@ -5,9 +5,10 @@ build stands in `OVERRIDES`.  Windows, chunks and switches of position encodings
 on both sides of them, dropout is never 0, and multipliers that are 1 by default are not, so that whoever forgets one is noticed.
 
 `examine` loads such a model as a user would and compares every path that a run may take with the model's own forward and backward
-pass, one sequence at a time, without the library's probe or any of its code.  A family is proven, or refused in words, or cannot
+pass, one sequence at a time, without the library's proof or any of its code.  A family is proven, or refused in words, or cannot
 be built here; one that is accepted and differs raises `Different`.
 
+    export PYTHONPATH=tests/fixtures
     python tests/models/families.py            every family, into families.json, from which docs/models.md is made
     python tests/models/families.py llama      one, on the screen
     python tests/models/families.py --write llama      and into its row of families.json
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from finer import DRAWS, LOWER, LOWER_GRADIENT, LOWER_PART, finer
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
@@ -40,17 +42,14 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import GroupwiseError
-from groupwise.models import probe as probing
-from groupwise.models import small_copy
 from groupwise.models.fused import fused_modules
 from groupwise.models.loading import language_class, make_policy
 from groupwise.models.policy import Policy
+from groupwise.proof.prove import prove
+from groupwise.proof.texts import NATIVE, TRANSFORMERS
 from groupwise.records import Prompt, Sample, Sampling
-from groupwise.rollout import probe as sampling
 from groupwise.rollout.engine import Engine
-from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.probe import prove_engine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.training.offline import demonstration_loss
 from groupwise.training.optimizer import StepStats
@@ -524,14 +523,16 @@ def _largest(difference: np.ndarray) -> float:
     return largest if largest == largest else np.inf
 
 
+LONGEST = 96
+"""Tokens of the longest text that a run could have."""
 BUDGETS = 10_000, 64
 """Packed positions at a time: everything beside everything, and a few groups at once."""
 
 
-def examine(family: str, *, probe: bool = True, wide: bool = False, **changes: Any) -> Finding:
+def examine(family: str, *, proof: bool = True, wide: bool = False, **changes: Any) -> Finding:
     """Build a family's tiny model, load it as a user would, and compare every path.  Raises Different.
 
-    probe: False takes the model unseen, so that the comparison here is all there is.
+    proof: False takes the model unseen, so that the comparison here is all there is.
     wide: with wide heads and long texts.
     """
     if family in NOT_BUILT:
@@ -541,7 +542,7 @@ def examine(family: str, *, probe: bool = True, wide: bool = False, **changes: A
     model = model_of(config)
     refused: list[str] = []
     for attention, compare in (("shared", _packed), ("single", _single)):
-        policy = _loaded(config, tokenizer, attention, refused, probe)
+        policy = _loaded(config, tokenizer, attention, refused, proof)
         if policy is None:
             continue
         if foresight(model) > TOLERANCE:
@@ -555,12 +556,15 @@ def examine(family: str, *, probe: bool = True, wide: bool = False, **changes: A
     return Finding("refused", says=tuple(refused), kind=type(model).__name__)
 
 
-def _loaded(config: PreTrainedConfig, tokenizer: Any, attention: Any, refused: list[str], probe: bool) -> Policy | None:
+def _loaded(config: PreTrainedConfig, tokenizer: Any, attention: Any, refused: list[str], proof: bool) -> Policy | None:
     """A policy as a run that computes activations again loads it; where that is refused, as one that does not."""
     for recompute in (True, False):
         settings = ModelSettings(attention=attention, gradient_checkpointing=recompute, device="cpu")
         try:
-            return make_policy(model_of(config), tokenizer, settings, probe=probe)
+            policy = make_policy(model_of(config), tokenizer, settings)
+            if proof:
+                prove(policy, longest=LONGEST, recompute=recompute)
+            return policy
         except GroupwiseError as error:
             refused.append(str(error))
             if "gradient_checkpointing" not in str(error):
@@ -581,7 +585,7 @@ def _packed(case: Case, refused: list[str]) -> Iterator[str]:
         yield "fused"
     yield from again
     try:
-        prove_engine(case.policy, NativeEngine)
+        prove(case.policy, longest=LONGEST, sampler=NATIVE, train=False)
         engine = NativeEngine(case.policy, max_rows=5)
         beside = case.sampling(engine, case.prompts(), 2, DRAWN)
         alone = case.sampling(engine, case.prompts()[1:2], 1, ALONE)
@@ -618,7 +622,7 @@ def _recomputed(case: Case, refused: list[str], budget: int) -> Iterator[str]:
 def _generated(case: Case, refused: list[str]) -> Iterator[str]:
     """transformers' `generate`, several prompts at once."""
     try:
-        prove_engine(case.policy, TransformersEngine)
+        prove(case.policy, longest=LONGEST, sampler=TRANSFORMERS, train=False)
         found = case.sampling(TransformersEngine(case.policy, max_rows=5), case.prompts(), 2, DRAWN)
     except GroupwiseError as error:
         refused.append(str(error))
@@ -638,48 +642,23 @@ def _same(path: str, difference: float, tolerance: float) -> None:
         raise Different(f"{path} differs by {difference:.2g} from the model's own forward pass (tolerance {tolerance:g})")
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "autocast": {"paths": ("scoring",), "dtype": "autocast"},
-    "bfloat16": {"paths": ("scoring",), "dtype": "bfloat16"},
-}
-"""Settings that the library itself proves at load, by a comparison with the own pass in the same type."""
+MODES = ("autocast", "bfloat16")
+"""Types that a run may compute in, compared by `finer.finer`."""
 
 
 def modes_of(name: str, uses: str) -> dict[str, str]:
-    """What it says of them: "" or its refusal.   uses: see `Finding`."""
+    """What is said of them: "" or a refusal.   uses: see `Finding`."""
     family, changes = VARIANTS.get(name, (name, {}))
     tokenizer, attention, found = make_tokenizer("arithmetic"), "shared" if uses == "packed" else uses, {}
     config = config_of(family, len(tokenizer) + 3, tokenizer.eos_token_id, **changes)
-    with short_texts():
-        for mode, options in MODES.items():
-            try:
-                probing.prove(probing.stand_in(model_of(config)), attention=attention, **options)
-                found[mode] = ""
-            except GroupwiseError as error:
-                found[mode] = str(error)
+    for mode in MODES:
+        settings = ModelSettings(attention=attention, device="cpu")  # type: ignore[arg-type]
+        try:
+            finer(make_policy(model_of(config), tokenizer, settings), mode, LONGEST)
+            found[mode] = ""
+        except GroupwiseError as error:
+            found[mode] = str(error)
     return found
-
-
-@contextlib.contextmanager
-def short_texts() -> Iterator[None]:
-    """The library's own comparison looks at texts of 100 tokens at most, which hold every id, where 2,100 are compared elsewhere;
-    rows of a capacity of 8 tokens grow at the 9th instead of the 65th; and small copies have no more positions than that takes."""
-    short = (
-        (probing, "FAR", 100),
-        (small_copy, "POSITIONS", 896),
-        (sampling, "FAR", 100),
-        (sampling, "FEW", 8),
-        (sampling, "MANY", 12),
-        (native, "FIRST_TOKENS", 8),
-    )
-    before = [(module, name, getattr(module, name)) for module, name, _ in short]
-    try:
-        for module, name, value in short:
-            setattr(module, name, value)
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 # ---------------------------------------------------------------- the table
@@ -819,6 +798,7 @@ def main(names: Sequence[str]) -> None:
         return
     held: dict[str, Any] = {"transformers": transformers.__version__, "tolerance": TOLERANCE}
     held |= {"gradient_tolerance": GRADIENT_TOLERANCE, "window": WINDOW, "dropout": DROPOUT, "first": NAMED}
+    held |= {"lower": LOWER, "lower_part": LOWER_PART, "lower_gradient": LOWER_GRADIENT, "draws": DRAWS}
     held["variants"] = {name: {"family": family, "changes": changes} for name, (family, changes) in VARIANTS.items()}
     held["rows"] = {name: asdict(row) for name, row in rows.items()}
     TABLE.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")

@@ -15,11 +15,11 @@ from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models import attention
 from groupwise.models.attention import PackedAttention, explicit_attention, last_attention, plain_attention, quick_attention
-from groupwise.models.loading import make_policy
 from groupwise.models.masks import Reach
 from groupwise.models.policy import Policy
 from groupwise.ops.attention import flex_block_mask
 from groupwise.ops.linear_cross_entropy import head_logits, reference_logprobs
+from groupwise.proof.prove import prove
 from groupwise.records import Layout, Sample
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral")
@@ -249,7 +249,7 @@ def test_a_model_that_ignores_the_layout_is_refused(tiny_policy: Callable, monke
         ).transpose(1, 2),
     )
     with pytest.raises(ConfigError, match=r"scoring does not equal.*single"):
-        make_policy(policy.model, policy.tokenizer)
+        prove(policy, longest=32)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients_and_keeps_dropout_off(

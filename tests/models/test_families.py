@@ -53,8 +53,7 @@ def comparable(row: Any) -> Any:
 
 @pytest.mark.parametrize("name", names())
 def test_what_is_accepted_equals_its_own_forward(name: str) -> None:
-    with families.short_texts():
-        found = families.row_of(name)  # raises Different
+    found = families.row_of(name)  # raises Different
     if VERSION == INSTALLED:
         assert comparable(found) == comparable(ROWS[name]), "run tests/models/families.py and docs/generate.py"
 
@@ -100,7 +99,7 @@ def test_common_families_are_proven_on_every_path(name: str) -> None:
     ],
 )
 def test_wide_heads_and_long_texts_too(family: str) -> None:
-    """The library's own comparison as users have it, over texts of 2,100 tokens."""
+    """Other kernels take those."""
     row = families.examine(family, wide=True)
     assert row.uses == "packed"
     assert set(row.paths) == set(ROWS[family].paths)
@@ -122,7 +121,7 @@ def test_a_family_that_cannot_be_built_is_an_error(name: str) -> None:
     ],
 )
 def test_the_family_comparison_finds_planted_differences(family: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the library's own probe off: what is compared here depends on nothing that it believes."""
+    """With the library's own proof off: what is compared here depends on nothing that it believes."""
     right = PackedAttention.__call__
 
     def wrong(self: Any, layer: int, query: Any, key: Any, value: Any, scale: float, softcap: Any, window: Any, **more: Any) -> Any:
@@ -136,4 +135,4 @@ def test_the_family_comparison_finds_planted_differences(family: str, fault: str
 
     monkeypatch.setattr(PackedAttention, "__call__", wrong)
     with pytest.raises(families.Different, match="differs by"):
-        families.examine(family, probe=False)
+        families.examine(family, proof=False)

@@ -24,11 +24,11 @@ from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
-from groupwise.models.probe import proofs_of
 from groupwise.models.reward_head import (
     SUM_UNIT,
     Answer,
     add_head,
+    check_scores,
     load_scorer,
     pool_weights,
     reads_tokens,
@@ -36,6 +36,7 @@ from groupwise.models.reward_head import (
     whole_scores,
     wrap_scorer,
 )
+from groupwise.proof.prove import prove
 
 
 class Lookup(nn.Module):
@@ -236,26 +237,46 @@ class LosesAGradient(LlamaForSequenceClassification):
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [
-        *((kind, attention) for kind in (Noisy, MixesNeighbours, ScoresAnotherLayer) for attention in ("single", "shared")),
-        (LosesAGradient, "shared"),
+        *((kind, attention) for kind in (Noisy, ScoresAnotherLayer) for attention in ("single", "shared")),
+        *((kind, "shared") for kind in (MixesNeighbours, LosesAGradient)),
     ],
 )
-def test_faults_of_a_scorers_own_class_are_found_at_load(
+def test_faults_of_a_scorers_own_class_are_found(
     tiny_policy: Callable[..., Policy], kind: type[LlamaForSequenceClassification], attention: Any
 ) -> None:
     causal = tiny_policy("llama")
-    causal.model.config.num_labels = 1
+    causal.model.config.num_labels, causal.model.config._attn_implementation = 1, "eager"
+    policy = wrap_scorer(kind(causal.model.config), causal.tokenizer, ModelSettings(attention=attention))
     with pytest.raises(ConfigError, match=f"{kind.__name__} (gives other scores|cannot be trained like this)"):
-        wrap_scorer(kind(causal.model.config), causal.tokenizer, ModelSettings(attention=attention))
-
-
-def test_an_encoder_that_drops_while_it_scores_is_refused(tiny_policy: Callable[..., Policy]) -> None:
-    bert = BertConfig(vocab_size=80, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1)
-    with pytest.raises(ConfigError, match="NoisyEncoder gives other scores each time"):
-        wrap_scorer(NoisyEncoder(bert), tiny_policy("llama").tokenizer)
+        prove(policy)
 
 
 @pytest.mark.parametrize("attention", ["single", "shared"])
 def test_scorers_are_proven_by_their_own_class(scorer: Callable[..., Policy], attention: Any) -> None:
-    said = proofs_of(scorer(settings=ModelSettings(attention=attention, gradient_checkpointing=True)).model)
-    assert any("LlamaForSequenceClassification: scores, training, recompute equal its own" in line for _, line in said)
+    proof = prove(scorer(settings=ModelSettings(attention=attention)), recompute=True)
+    assert proof.family == "LlamaForSequenceClassification" and proof.paths == ("scores", "training", "recompute")
+
+
+@pytest.mark.parametrize("kind", [NoisyEncoder, MixesNeighbours, ScoresAnotherLayer])
+def test_a_judge_is_held_against_its_own_pass_over_the_first_answers(
+    tiny_policy: Callable[..., Policy], answers: list[Answer], kind: Any
+) -> None:
+    """At the lengths that a run has: what a fault changes beyond them is not looked for."""
+    causal = tiny_policy("llama")
+    causal.model.config.num_labels = 1
+    bert = BertConfig(vocab_size=80, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1)
+    policy = wrap_scorer(kind(bert if kind is NoisyEncoder else causal.model.config), causal.tokenizer)
+    if kind is not NoisyEncoder:
+        check_scores(policy, answers)
+    long = Answer("long", np.arange(4, 12), np.arange(4, 54) % 13)
+    with pytest.raises(ConfigError, match=f"{kind.__name__} (gives other scores each time|cannot score: a score differs)"):
+        check_scores(policy, [*answers, long])
+
+
+def test_padding_behind_a_judges_answer_is_not_compared(scorer: Callable[..., Policy], answers: list[Answer]) -> None:
+    """transformers takes the end mark for padding where it is the same id, and reads the token before it."""
+    policy = scorer()
+    policy.model.config.pad_token_id = policy.eos_ids[0]
+    check_scores(policy, answers)
+    only_ends = [Answer("a", np.array([5, 6]), np.array([policy.eos_ids[0]]))]
+    check_scores(policy, only_ends)

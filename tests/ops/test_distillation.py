@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms.divergences import jsd, with_tail
-from groupwise.ops.distillation import head_divergence
+from groupwise.ops.distillation import head_divergence, jsd, with_tail
 from groupwise.ops.linear_cross_entropy import Head
 
 CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "divergence_cases.json").read_text())["cases"]

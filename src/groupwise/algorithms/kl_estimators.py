@@ -11,20 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from groupwise.algorithms.losses import LIMIT, guarded_exp
-from groupwise.utils.imports import LazyModule
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = LazyModule("torch")
-
-KL = Callable[..., Any]
+KL = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(l, ref, l - b), each (M,) -> (M,)."""
 
 

@@ -1,5 +1,4 @@
 """Per-token policy losses and the other losses of post-training.  Pure functions of tensors: no model, no setting, no collective.
-Importing this file does not import torch.
 
 Everything is minimised, unweighted, and free of device synchronisation; log-probabilities are in nats.  A loss is made of a
 ratio level (how far the policy has moved from the one that sampled), a surrogate (what is done with ratio and advantage), and a
@@ -14,18 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+import torch
 from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from groupwise.algorithms.parts import declares
-from groupwise.utils.imports import LazyModule
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 LIMIT = 20.0
 """Nats beyond which an exponential continues as its tangent, so that neither a value nor a gradient overflows in float32."""
@@ -77,10 +72,8 @@ class Terms:
             object.__setattr__(self, "log_ratio_M", self.logp_M - self.behavior_logp_M)
 
 
-RatioLevel = Callable[..., Any]
-"""(logp_M, behavior_logp_M, segment_M, segments) -> log-ratios (M,)."""
-Surrogate = Callable[..., Any]
-"""(terms) -> loss of each token (M,)."""
+RatioLevel = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+Surrogate = Callable[..., Tensor]
 
 
 # ---- ratio levels: (logp_M, behavior_logp_M, segment_M, segments) -> log_ratio_M ---------------------------------------------
@@ -318,12 +311,12 @@ def bradley_terry(chosen_R: Tensor, rejected_R: Tensor, margin_R: Tensor | None 
     Pairs: 1706.03741; margin: 2307.09288, eq. 2; centering, which pins the scores' free constant: 2312.09244.
     """
     gap_R = chosen_R - rejected_R if margin_R is None else chosen_R - rejected_R - margin_R
-    return -torch.nn.functional.logsigmoid(gap_R) + centering * (chosen_R + rejected_R).square()
+    return -logsigmoid(gap_R) + centering * (chosen_R + rejected_R).square()
 
 
 def dpo(chosen_R: Tensor, rejected_R: Tensor, chosen_reference_R: Tensor, rejected_reference_R: Tensor, *, beta: float) -> Tensor:
     """`-log sigmoid(beta [(l_c - ref_c) - (l_r - ref_r)])` per pair, on sums over completion tokens (DPO, 2305.18290, eq. 7)."""
-    return -torch.nn.functional.logsigmoid(beta * ((chosen_R - chosen_reference_R) - (rejected_R - rejected_reference_R)))
+    return -logsigmoid(beta * ((chosen_R - chosen_reference_R) - (rejected_R - rejected_reference_R)))
 
 
 def ipo(chosen_R: Tensor, rejected_R: Tensor, chosen_reference_R: Tensor, rejected_reference_R: Tensor, *, beta: float) -> Tensor:

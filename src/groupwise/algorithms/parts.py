@@ -15,19 +15,14 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.records import Scored
-from groupwise.utils.imports import LazyModule
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 FACTS: Mapping[str, Any] = {
     "reads": (),
@@ -122,21 +117,6 @@ def parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     }
 
 
-def hints(part: Callable[..., Any]) -> dict[str, Any]:
-    """The types of a part's options (`parameters`), as far as they are annotated.
-
-    >>> def surrogate(terms: "Terms", *, width: float = 1.0): ...
-    >>> hints(surrogate)
-    {'width': <class 'float'>}
-    """
-    function = bare(part)
-    function = function if inspect.isroutine(function) else type(function).__call__
-    written = getattr(function, "__annotations__", {})
-    names = getattr(inspect.unwrap(function), "__globals__", {})
-    options = type("Options", (), {"__annotations__": {name: written[name] for name in parameters(part) if name in written}})
-    return get_type_hints(options, globalns=names, include_extras=True)
-
-
 def describe(part: Callable[..., Any]) -> str:
     """A part as one would write it, without what is off: `clipped(low=0.2, high=0.28)`."""
     settings = ", ".join(f"{name}={value}" for name, value in options(part).items() if value is not None)
@@ -215,7 +195,7 @@ def _advantage(credit: Callable[..., Any], output: Any, group: Scored, i: int) -
     rollout = group.rollouts[i]
     whose = f"completion {group.prompt.id}#{rollout.index} of {len(rollout)} tokens"
     try:
-        value_n = np.asarray(output.detach().cpu() if isinstance(output, torch.Tensor) else output, dtype=np.float64)
+        value_n = np.asarray(output.detach().cpu() if isinstance(output, Tensor) else output, dtype=np.float64)
     except (TypeError, ValueError):
         value_n = np.zeros((0, 0))
     if value_n.ndim == 0:
@@ -239,7 +219,7 @@ def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tens
 
     An infinite one may be an overflow of any loss: the optimizer leaves such a step out.
     """
-    if not isinstance(value_M, torch.Tensor) or value_M.shape != logp_M.shape:
+    if not isinstance(value_M, Tensor) or value_M.shape != logp_M.shape:
         expected = f"expected a tensor of shape {tuple(logp_M.shape)}, a number for each token"
         hint = ": is there a return?" if value_M is None else ""
         raise refused(kind, f"{label(kind, part)} gave {_described(value_M)}, {expected}{hint}")
@@ -257,7 +237,7 @@ def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tens
 def checked_weights(part: Callable[..., Any], output: Any, completions: int) -> np.ndarray:
     """What weights gave: a finite number for each completion, float64 (R,)."""
     try:
-        weight_R = np.asarray(output.detach().cpu() if isinstance(output, torch.Tensor) else output, dtype=np.float64)
+        weight_R = np.asarray(output.detach().cpu() if isinstance(output, Tensor) else output, dtype=np.float64)
     except (TypeError, ValueError):
         weight_R = np.zeros((0, 0))
     if weight_R.shape != (completions,) or output is None:
@@ -281,8 +261,8 @@ def checked_verdict(part: Callable[..., Any], verdict: Any) -> bool:
 def _described(value: Any) -> str:
     if value is None:
         return "None"
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return f"{'a tensor' if isinstance(value, torch.Tensor) else 'an array'} of shape {tuple(value.shape)}"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{type(value).__name__} {str(value)[:60]}"

@@ -1,7 +1,5 @@
 """The table of online algorithms: one row = credit x ratio level x surrogate x weight, and how a recipe changes single parts of it.
 
-Recipes, loop, viewer and docs read what an algorithm needs here, and nowhere else.  Importing this file does not import torch.
-
 No code compares an algorithm's name.  Adding a loss is one pure function (`losses.py`, or your own module), one row, and its entry
 in `docs/algorithms/notes.yaml`: the settings of its paper, what other libraries do otherwise, when to choose it.
 
@@ -15,18 +13,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
+import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import loss_weights as weights
 from groupwise.algorithms import losses
-from groupwise.algorithms.divergences import Divergence, jsd
 from groupwise.algorithms.kl_estimators import KL, k1, k2, k3, k3_ratio
 from groupwise.algorithms.losses import RatioLevel, Surrogate, Terms
 from groupwise.algorithms.parts import (
+    bare,
     called,
     check_inputs,
     checked_advantages,
@@ -35,25 +35,18 @@ from groupwise.algorithms.parts import (
     checked_weights,
     describe,
     fact,
-    hints,
     name_of,
     options,
     parameters,
     refused,
 )
 from groupwise.algorithms.traces import by_trace, of_agents
+from groupwise.config.settings import CorrectionSettings, GroupSettings, Part
 from groupwise.errors import ConfigError
+from groupwise.ops.distillation import Divergence, jsd
 from groupwise.records import Scored
-from groupwise.utils.imports import LazyModule, imported
+from groupwise.utils.imports import imported
 from groupwise.utils.spelling import nearest
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from groupwise.config.settings import CorrectionSettings, GroupSettings, Part
-else:
-    torch = LazyModule("torch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -494,7 +487,6 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
     max_new_tokens: the longest completion, for weights that divide by it.
     Raises ConfigError for an unknown name, part or keyword, a value out of range, and what cannot work together.
 
-    >>> from groupwise.config.settings import GroupSettings
     >>> algorithm = resolve("grpo", GroupSettings(surrogate={"high": 0.28}, beta=0.04), max_new_tokens=256)
     >>> describe(algorithm.surrogate), algorithm.beta, algorithm.token_level
     ('clipped(low=0.2, high=0.28)', 0.04, True)
@@ -605,29 +597,38 @@ def _part(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str,
             raise refused(kind, f"group.{kind}: {name} is a setting of its own, group.{name}; got {keywords[name]!r} here")
         if name in known and name not in bound:
             keywords.setdefault(name, value)
-    types = hints(function)
+    hints = _hints(function)
     for name, value in keywords.items():
-        keywords[name] = _checked(kind, name_of(function), value, name, known, types)
+        keywords[name] = _checked(kind, name_of(function), value, name, known, hints)
     missing = [n for n, p in known.items() if p.default is p.empty and n not in keywords]
     if missing:
         raise refused(kind, f"group.{kind}: {name_of(function)} needs a value for {', '.join(missing)}")
     return partial(function, **keywords) if keywords else function
 
 
+def _hints(part: Callable) -> dict[str, Any]:
+    """The annotations of what a part takes."""
+    function = bare(part)
+    try:
+        return get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
+    except NameError:  # names that are there for type checkers alone
+        return {}
+
+
 _SET_APART = {"beta", "kl"}
 """Keywords of parts that are settings of their own."""
 
 
-def _checked(kind: str, part: str, value: Any, name: str, known: Mapping[str, inspect.Parameter], types: Mapping[str, Any]) -> Any:
+def _checked(kind: str, part: str, value: Any, name: str, known: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> Any:
     key = f"group.{kind}.{name}"
     label = f"group.{kind}: {name} of {part}"
     if name not in known:
         allowed = f"it takes {', '.join(known)}" if known else "it takes none"
         raise ConfigError(f"{label}: there is no such keyword ({allowed}){_closest(name, known)}", key=key)
-    if name not in types:
+    if name not in hints:
         return value
     try:
-        return TypeAdapter(types[name]).validate_python(value)
+        return TypeAdapter(hints[name]).validate_python(value)
     except ValidationError as error:
         raise ConfigError(f"{label}: {error.errors()[0]['msg'].lower()}, got {value!r}", key=key) from None
 

@@ -10,33 +10,32 @@ import os
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from groupwise.algorithms.parts import fact, parameters
-from groupwise.algorithms.registry import ALGORITHMS
-from groupwise.algorithms.registry import PARTS as FUNCTIONS
 from groupwise.config.engines import ENGINES, engine_traits
 from groupwise.config.live_objects import LIVE
 from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
 from groupwise.config.schema import closest, show
 from groupwise.config.settings import (
+    ALONE,
     DATASET,
     OBJECTIVES,
+    PART_OPTIONS,
     PARTS,
     REWARDS,
     TASKS,
+    TAUGHT,
+    VALUED,
     CriticSettings,
     EngineSettings,
     Part,
     Recipe,
     TeacherSettings,
     is_online,
-    part_options,
     verdict_of,
 )
 from groupwise.utils.files import expanded
@@ -47,6 +46,18 @@ Finding = tuple[tuple[str, ...], str]
 
 STAGE = "stage:"
 """Prefix of a path that means the final model of an earlier stage."""
+
+COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled", "maxrl")
+"""Credits that need at least two completions per prompt."""
+
+REWARDLESS = ("reverse_kl", "nothing")
+"""Credits that never look at a reward (a test asks the table)."""
+
+MIXED = ("minillm",)
+"""Presets whose completions a teacher helps to sample (a test asks the table)."""
+
+DIVERGING = ("distill", "minillm")
+"""Presets that read a teacher's whole distributions (a test asks the table)."""
 
 PAIRED = ("reward", "dpo")
 """Objectives that learn from pairs, which an earlier stage can have sampled."""
@@ -313,8 +324,10 @@ def _scored(recipe: Recipe) -> bool:
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    credit = None if ":" in recipe.objective else _credit(recipe)
-    if credit is not None and fact(credit, "needs_reward") and not _scored(recipe):
+    credit = _named(recipe.group.credit)
+    unknown = ":" in recipe.objective or ":" in (credit or "")
+    needed = recipe.objective not in TAUGHT if credit is None else credit not in REWARDLESS
+    if is_online(recipe.objective) and needed and not unknown and not _scored(recipe):
         yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
@@ -418,7 +431,7 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield (f"{at}.past",), f"{at}.past is about conversations, and neither {at}.tools nor {at}.factory is set"
     if given.talks and (recipe.data.task is not None or recipe.data.template is not None) and not recipe.data.chat:
         yield ("data.chat", "data.task", "data.template", at), f"{at}: conversations are chat messages: set data.chat: true"
-    if given.talks and _mixes(recipe):
+    if (given.talks and recipe.objective in MIXED and recipe.group.mix is None) or (given.talks and recipe.group.mix):
         yield (at, "group.mix"), f"{at}: a teacher that helps to sample holds no conversations: set group.mix: 0"
     names = [reward.function for reward in recipe.rewards]
     if "environment" in names and not (given.factory or given.openenv or given.asks):
@@ -439,8 +452,9 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if group.minibatches > group.prompts_per_step:
         message = f"group.minibatches ({group.minibatches}) is more than group.prompts_per_step ({group.prompts_per_step})"
         yield ("group.minibatches", "group.prompts_per_step"), f"{message}: a minibatch holds at least one prompt"
-    credit = _credit(recipe)
-    if group.group_size < 2 and credit is not None and fact(credit, "compares_siblings"):
+    credit = _named(group.credit)
+    compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective not in ALONE
+    if group.group_size < 2 and compares and ":" not in recipe.objective:
         why = f"for {recipe.objective!r} (its advantages compare siblings)"
         message = f"group.group_size must be at least 2 {why}, got {group.group_size}"
         yield ("group.group_size",), message
@@ -459,36 +473,14 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield ("group.kl", "group.beta"), f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
 
 
-def _credit(recipe: Recipe) -> Callable[..., Any] | None:
-    """The credit of an online recipe; None where it is one's own, or none."""
-    part, row = recipe.group.credit, ALGORITHMS.get(recipe.objective)
-    name = _named(part)
-    if name is None:
-        return None if row is None else row.credit
-    function = FUNCTIONS["credit"].get(name)
-    if function is None or isinstance(part, str):
-        return function
-    return partial(function, **{key: value for key, value in (part or {}).items() if key in parameters(function)})
-
-
-def _mixes(recipe: Recipe) -> bool:
-    """True if a teacher helps to sample."""
-    row = ALGORITHMS.get(recipe.objective)
-    return bool(recipe.group.mix if recipe.group.mix is not None or row is None else row.mix)
-
-
-def _diverges(recipe: Recipe) -> bool:
-    """True if a teacher's whole distributions are read."""
-    row = ALGORITHMS.get(recipe.objective)
-    return recipe.group.divergence is not None or (row is not None and row.divergence is not None)
-
-
 def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    critic, credit = recipe.critic, _credit(recipe)
-    if not is_online(recipe.objective) or (credit is not None and "value" not in fact(credit, "reads")):
+    critic, given = recipe.critic, recipe.group.credit
+    credit = _named(given)
+    by_name = recipe.objective in VALUED or ":" in recipe.objective
+    valued = is_online(recipe.objective) and (by_name if credit is None else credit == "gae" or ":" in credit)
+    if not valued:
         if critic != CriticSettings():
-            valued = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_value)
-            yield ("critic",), f"critic is for credits that ask one: objective {valued}, or group.credit: gae"
+            yield ("critic",), f"critic is for credits that ask one: objective {', '.join(VALUED)}, or group.credit: gae"
         return
     if critic.path is not None and (wrong := wrong_model(critic.path, earlier)):
         yield ("critic.path",), f"critic.path: {wrong}"
@@ -513,26 +505,26 @@ def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         return
     if group.entropy_bonus <= 0.0:
         yield ("group.entropy_bonus", "group.entropy_target"), "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02"
-    if _mixes(recipe):
+    if group.mix or (group.mix is None and recipe.objective in MIXED):
         message = "group.entropy_target reads the policy's entropy off its samples; here a teacher helps to sample (group.mix)"
         yield ("group.entropy_target", "group.mix"), message
 
 
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    teacher, credit = recipe.teacher, _credit(recipe)
-    needed = (credit is not None and "teacher_logp" in fact(credit, "reads")) or _diverges(recipe) or _mixes(recipe)
-    own = credit is None or ":" in recipe.objective  # what it reads is known once it is imported
-    if not is_online(recipe.objective) or not (needed or own):
+    teacher, group = recipe.teacher, recipe.group
+    credit = _named(group.credit)
+    own = ":" in recipe.objective or ":" in (credit or "")
+    named = recipe.objective in TAUGHT or group.divergence is not None or credit == "reverse_kl" or bool(group.mix)
+    if not is_online(recipe.objective) or not (own or named):
         if teacher != TeacherSettings():
-            taught = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_teacher)
-            yield ("teacher",), f"teacher is for those that learn from one: {taught}, or group.divergence"
+            yield ("teacher",), f"teacher is for those that learn from one: {', '.join(TAUGHT)}, or group.divergence"
         return
     if teacher.path is not None and (wrong := wrong_model(teacher.path, earlier)):
         yield ("teacher.path",), f"teacher.path: {wrong}"
     if teacher.path is not None and teacher.ema:
         yield ("teacher.ema", "teacher.path"), "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
     yield from _served(recipe)
-    if needed and not (teacher.path or teacher.servers or teacher.ema or teacher.hint is not None):
+    if not (teacher.path or teacher.servers or teacher.ema or teacher.hint is not None) and not own:
         message = (
             "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
         )
@@ -553,14 +545,15 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 
 def _served(recipe: Recipe) -> Iterator[Finding]:
     """A teacher on servers, which say the log-probs of given tokens by their raw logits, and nothing else."""
-    teacher, rollout = recipe.teacher, recipe.rollout
+    teacher, rollout, group = recipe.teacher, recipe.rollout, recipe.group
     if not teacher.servers:
         return
     yield from _addresses("teacher.servers", teacher.servers)
     if teacher.path is not None or teacher.ema:
         message = "teacher.servers is instead of a checkpoint (teacher.path) or the policy itself (teacher.ema): name one of them"
         yield ("teacher.servers", "teacher.path", "teacher.ema"), message
-    if _diverges(recipe) or _mixes(recipe):
+    mixed = group.mix or (group.mix is None and recipe.objective in MIXED)
+    if group.divergence is not None or mixed or recipe.objective in DIVERGING:
         message = (
             "teacher.servers tell the log-probs of tokens that were drawn, not whole distributions: take objective "
             "distill_sampled, or a checkpoint (teacher.path)"
@@ -587,7 +580,7 @@ def _addresses(at: str, servers: Sequence[str]) -> Iterator[Finding]:
 
 def _mixing(recipe: Recipe) -> Iterator[Finding]:
     rollout = recipe.rollout
-    if not _mixes(recipe):
+    if not (recipe.group.mix or (recipe.group.mix is None and recipe.objective in MIXED)):
         return
     if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
         message = (
@@ -651,7 +644,7 @@ def _wrong_options(place: str, part: Mapping[str, Any], names: Sequence[str]) ->
     name = part.get("name")
     if name not in names:
         return
-    known = part_options(place, name)
+    known = PART_OPTIONS.get(name, {})
     for key, value in part.items():
         at = f"group.{place}.{key}"
         if key == "name":

@@ -134,24 +134,26 @@ def _tempered(module: Any, query: Tensor, position_T: Tensor) -> Tensor:
 AttentionInterface.register(NAME, packed_attention)
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch a model to packed streams.  Raises ConfigError for a model whose attention cannot be replaced."""
+def use_packed_attention(
+    model: PreTrainedModel, *, backbone: Callable[..., Any] | None = None, device: torch.device | None = None
+) -> None:
+    """Switch a model to packed streams.  Raises ConfigError for a model whose attention cannot be replaced.
+
+    backbone, device: see `note_reach`.
+    """
     try:
-        note_reach(model)
+        note_reach(model, backbone=backbone, device=device)
         model.set_attn_implementation(NAME)
     except (ValueError, AttributeError, NotImplementedError) as error:
         raise ConfigError(f"{type(model).__name__} does not let its attention be replaced ({error}); {REMEDY}") from error
 
 
 @contextmanager
-def plain_attention(model: PreTrainedModel, *, eager: bool = False) -> Iterator[PreTrainedModel]:
-    """The model's own attention for ordinary calls (padded batches with masks, `generate`), restored afterwards.
-
-    eager: in single operations, also where it has a faster way.
-    """
+def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model's own attention for ordinary calls (padded batches with masks, `generate`), restored afterwards."""
     before = str(model.config._attn_implementation)
     # eager is the one implementation that every architecture has and that knows soft caps and windows.
-    model.set_attn_implementation("sdpa" if model._supports_sdpa and not eager else "eager")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         yield model
     finally:

@@ -1,8 +1,7 @@
-"""Policies from checkpoints: what is known before any weights are loaded (`Blueprint`), then the weights, then the proof.
+"""Policies from checkpoints: what is known before any weights are loaded (`Blueprint`), then the weights.
 
-`load_policy` reads a checkpoint; `make_policy` wraps a model that is already there.  Both have it proven (`probe.py`) that what a
-run computes is what the model's own forward pass gives, one sequence at a time.  A model that differs is refused; nothing is ever
-silently wrong.
+`load_policy` reads a checkpoint; `make_policy` wraps a model that is already there.  That a run computes with it what the model's
+own forward pass gives is proven by whoever runs it (`proof/prove.py`).
 """
 
 from __future__ import annotations
@@ -36,16 +35,15 @@ from transformers.utils.hub import cached_file
 from groupwise.config.live_objects import LIVE, Live, missing, short_digest
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
+from groupwise.distributed import fsdp
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import rope
-from groupwise.models.attention import use_packed_attention
+from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
 from groupwise.models.policy import Policy
-from groupwise.models.probe import advised, probe_checkpoint, prove_policy
 from groupwise.models.shape import language_part
-from groupwise.models.small_copy import CAPS, WINDOWS, language_model
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
 from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger, quiet_transformers
@@ -235,20 +233,24 @@ def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
     return replace(base, load=lambda: merge_adapter(base.load(), folder), empty=None, reader=lambda: None)
 
 
+def sampled_weights(model: PreTrainedModel) -> Iterator[bytes]:
+    """What a digest of a model's weights is made of: names, shapes and a few numbers of each; of a shard its own."""
+    for name, parameter in model.named_parameters():
+        flat = fsdp.own(parameter.detach()).reshape(-1)
+        yield f"{name} {tuple(parameter.shape)}".encode()
+        yield flat[:: max(flat.numel() // 64, 1)].double().cpu().numpy().tobytes()
+
+
 def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Live:
     """A loaded model as a name that holds it and its tokenizer.
 
     The name says its class, where it was loaded from, and a digest of its weights, made of a few numbers of each.
     """
 
-    def sampled() -> Iterator[bytes]:
-        for name, parameter in model.named_parameters():
-            flat = parameter.detach().reshape(-1)
-            yield f"{name} {tuple(parameter.shape)}".encode()
-            yield flat[:: max(flat.numel() // 64, 1)].double().cpu().numpy().tobytes()
-
     origin = getattr(model.config, "name_or_path", "")
-    return Live(f"{type(model).__name__}{f' of {origin}' if origin else ''} ({short_digest(sampled())})", (model, tokenizer))
+    return Live(
+        f"{type(model).__name__}{f' of {origin}' if origin else ''} ({short_digest(sampled_weights(model))})", (model, tokenizer)
+    )
 
 
 def _live_blueprint(settings: ModelSettings, live: Live) -> Blueprint:
@@ -300,21 +302,17 @@ def load_policy(settings: ModelSettings) -> Policy:
 
 
 def make_policy(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: ModelSettings | None = None,
-    *,
-    probe: bool = True,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ModelSettings | None = None, *, scores: bool = False
 ) -> Policy:
-    """Wrap a model and its tokenizer; `probe=False` trusts that the same kind of model was probed before.
+    """Wrap a model and its tokenizer.   scores: the model has a score head; any other with one is refused.
 
-    Of a model without weights (`empty_model`) only the kind is probed; the rest is done once it is filled.
+    A model without weights (`empty_model`) is asked what it computes once it is filled: see `with_facts`.
 
     Raises DataError if tokenizer and model do not fit (vocabulary, no EOS), Diverged if a weight is not finite, ConfigError if
     the model cannot run packed streams.
     """
     settings = settings or ModelSettings()
-    if probe and is_scorer(model.config.to_dict()):
+    if not scores and is_scorer(model.config.to_dict()):
         raise ConfigError(
             f"{model.config.name_or_path or 'the model'} is a reward model, not a language model: it cannot be a policy"
         )
@@ -338,32 +336,29 @@ def make_policy(
         context=context_length(model.config.to_dict()),
         attention=settings.attention,
         autocast=settings.dtype == "autocast",
-        form=read_form(model, language_model(model)),
         switches=rope.switches(model),
-        deep_head=settings.attention == "single" and has_deep_head(model, language_model(model)),
     )
-    if settings.attention != "single":
-        _pack(policy, settings)
-    if probe:
-        probe_policy(policy, settings)
-    return policy
+    return policy if empty else with_facts(policy)
 
 
-def _pack(policy: Policy, settings: ModelSettings) -> None:
-    """`use_packed_attention`, whose refusal advises only what works."""
-    try:
-        use_packed_attention(policy.model)
-    except ConfigError as error:
-        raise advised(error, policy, recompute=settings.gradient_checkpointing, lora=settings.lora) from error
+def with_facts(policy: Policy) -> Policy:
+    """The policy that knows what only a model with numbers can be asked: the form of its logits, and what its attention sees.
+
+    Raises ConfigError for a model that cannot be asked.
+    """
+    model, passes = policy.model, {"backbone": policy.backbone, "device": policy.device}
+    if policy.attention != "single":
+        use_packed_attention(model, **passes)
+    with plain_attention(model):
+        form = read_form(model, **passes)
+        deep = policy.attention == "single" and has_deep_head(model)
+    return replace(policy, form=form, deep_head=deep)
 
 
-def probe_policy(policy: Policy, settings: ModelSettings) -> None:
-    """Prove the policy's kind on a small copy, and a checkpoint that has its numbers on a few sequences.  Raises ConfigError."""
-    prove_policy(policy, recompute=settings.gradient_checkpointing, lora=settings.lora)
-    if not policy.empty:
-        probe_checkpoint(policy)
-
-
+WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "sliding_window_size", "local_attention")
+"""Fields that say how many tokens a window has."""
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "logits_soft_cap")
+"""Fields that say what scores are capped at."""
 COUNTS = (
     *("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "head_dim"),
     *("hidden_size", "n_embd", "intermediate_size", "vocab_size", "max_position_embeddings", "n_positions"),
@@ -390,7 +385,7 @@ def check_config(config: dict[str, Any]) -> None:
             raise refuse(name, value, "it must be at least 1; take the number that the checkpoint was published with")
         if name in WINDOWS and value < 1 and fields.get("use_sliding_window") is not False:
             raise refuse(name, value, "no token would see even itself; set it to null for no window, or to its tokens")
-        if name in CAPS and value <= 0.0:
+        if name in SOFT_CAPS and value <= 0.0:
             raise refuse(name, value, "scores cannot be capped at it; set it to null for no cap")
     heads, shared = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
     if heads is not None and shared is not None and heads % shared:

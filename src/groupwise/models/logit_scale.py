@@ -1,26 +1,45 @@
-"""What a family's own forward pass does behind its backbone, found out by trying: a factor and a soft cap on its logits, and layers
-before the last matrix.
+"""What a model computes behind its backbone: a factor and a soft cap on its logits, and layers before the last matrix.
 
-A configuration may name a factor that the family ignores, or multiplies by where another divides.  So the forms that it could mean
-are tried on a small copy, and the one that gives the model's own logits is taken.
+A configuration may name a factor that the family ignores, or multiplies by where another divides.  So the model is asked: its last
+matrix is given random states, and the form that gives the model's own logits is taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models.small_copy import backbone_of, small_model
 
 FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 Form = tuple[float, float | None]
 """A factor, and a soft cap or None."""
+CLOSE = {torch.float64: 1e-5, torch.float32: 1e-5}
+"""Largest difference of a number that is the same, relative to the largest number; of other types `ROUNDED`."""
+ROUNDED = 0.03
+"""In bfloat16; factors and caps of real models differ by more."""
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its head.
+
+    It is `base_model`, but for a few families whose `base_model_prefix` names no attribute: there it is the part that holds the
+    embedding.
+    """
+    found = model.base_model
+    if found is not model or model.get_output_embeddings() is None:
+        return found
+    embedding = model.get_input_embeddings()
+    for part in model.children():
+        if isinstance(part, PreTrainedModel) and part.get_input_embeddings() is embedding:
+            return part
+    return found
 
 
 def forms(config: Any) -> list[Form]:
@@ -38,26 +57,65 @@ def forms(config: Any) -> list[Form]:
 
 
 @torch.no_grad()
-def read_form(model: PreTrainedModel, kind: type[PreTrainedModel]) -> Form:
-    """The form of a model's logits.   kind: the language model's class.  Raises ConfigError if none fits."""
+def read_form(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = None, device: torch.device | None = None) -> Form:
+    """The form of a model's logits.  Raises ConfigError if none fits.
+
+    backbone, device: what runs the model's backbone, and where, of a sharded model.
+    """
     meant = forms(model.config)
     if len(meant) == 1:
         return meant[0]
-    small = small_model(kind, model.config)
-    tokens, output = torch.arange(2, 9)[None], small.get_output_embeddings()
+    model = _with_head(model)
+    tokens, output = torch.arange(2, 9, device=device or model.device)[None], model.get_output_embeddings()
     assert isinstance(output, nn.Linear)
-    own = small(input_ids=tokens, use_cache=False).logits
-    # Between the backbone and the matrix may lie a factor, which is one of the forms, or layers, behind which the states are taken.
-    for hidden in (backbone_of(small)(input_ids=tokens, use_cache=False).last_hidden_state, head_input(small, tokens)):
-        if hidden is None or hidden.shape[-1] != output.in_features:
-            continue
-        linear = output(hidden)
-        for place, (factor, cap) in enumerate(forms(small.config)):
+    caps = [cap for _, cap in meant if cap is not None]
+    hidden = (backbone or backbone_of(model))(input_ids=tokens, use_cache=False).last_hidden_state
+    given = head_input(model, tokens)
+    if given is None:  # the matrix is read, and not called
+        own, states = model(input_ids=tokens, use_cache=False).logits, [hidden]
+    else:
+        # Random states whose logits a cap changes: those of a fresh model are so small that it does not.
+        drawn = torch.randn(given.shape, generator=torch.Generator().manual_seed(0)).to(given)
+        size = 2.0 * max(caps, default=1.0) / float(output(drawn).float().std())
+        hook = output.register_forward_pre_hook(lambda _, inputs: (drawn * size,))
+        try:
+            own = model(input_ids=tokens, use_cache=False).logits
+        finally:
+            hook.remove()
+        # Between backbone and matrix may lie a factor, which is one of the forms, or layers, behind which the states are taken.
+        states = [drawn * size / factor for factor in _before(given, hidden, meant)] or [drawn * size]
+    for tried_BTD in states:
+        linear = output(tried_BTD)
+        for factor, cap in meant:
             tried = linear * factor
             tried = tried if cap is None else cap * torch.tanh(tried / cap)
-            if bool((tried - own).abs().max() <= 1e-5 * own.abs().max()):
-                return meant[place]
-    raise ConfigError(f"{kind.__name__} does more with its logits than a factor and a soft cap: its head is not supported")
+            if tried.shape == own.shape and _close(tried, own):
+                return factor, cap
+    raise ConfigError(f"{type(model).__name__} does more with its logits than a factor and a soft cap: its head is not supported")
+
+
+def _before(given: Tensor, hidden: Tensor, meant: list[Form]) -> list[float]:
+    """The factor between what a backbone gives and what the last matrix is given, if it is one of the forms'."""
+    if given.shape != hidden.shape:
+        return []
+    return [factor for factor in dict(meant) if _close(given, factor * hidden)][:1]
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    bound = CLOSE.get(theirs.dtype, ROUNDED)
+    return bool((ours.float() - theirs.float()).abs().max() <= bound * theirs.float().abs().max())
+
+
+def _with_head(model: PreTrainedModel) -> PreTrainedModel:
+    """A scoring model's backbone under the language model's head of its family; another model itself."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+    if model.get_output_embeddings() is not None or kind is None or isinstance(kind, tuple):
+        return model
+    with torch.device("meta"):
+        made: Any = kind(model.config)
+    setattr(made, made.base_model_prefix, backbone_of(model))
+    made.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return made.eval()
 
 
 def head_input(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor | None:
@@ -74,20 +132,15 @@ def head_input(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor | None:
 
 
 @torch.no_grad()
-def has_deep_head(model: PreTrainedModel, kind: type[PreTrainedModel]) -> bool:
+def has_deep_head(model: PreTrainedModel) -> bool:
     """True if between a model's backbone and its last matrix lies more than one of its `forms`, as the transform of BERT's head.
 
-    kind: the language model's class.   A family that cannot be asked has none: whatever it does is held against its own pass later.
+    A family that cannot be asked has none: whatever it does is held against its own pass later.
     """
-    tokens = torch.arange(2, 9)[None]
+    tokens = torch.arange(2, 9, device=model.device)[None]
     try:
-        small = small_model(kind, model.config)
-        given, hidden = head_input(small, tokens), backbone_of(small)(input_ids=tokens, use_cache=False).last_hidden_state
+        given, hidden = head_input(model, tokens), backbone_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
     except Exception:  # a model's own code
         return False
-    if given is None:
-        return False
-    if given.shape != hidden.shape:
-        return True
-    factors = {factor for factor, _ in forms(small.config)}  # of which `read_form` took one; any other is a layer to it
-    return not any(bool((given - factor * hidden).abs().max() <= 1e-5 * given.abs().max()) for factor in factors)
+    # `read_form` took one of the factors; any other is a layer to it.
+    return given is not None and not _before(given, hidden, forms(model.config))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models.small_copy import backbone_of, small_model
+from groupwise.models.logit_scale import backbone_of
 
 TRACE = "groupwise_trace"
 """Name of the implementation of attention that only looks at the rules of masks."""
@@ -76,8 +76,6 @@ def _rule(mask_function: Callable[..., Tensor], local_size: int | None = None, *
     return Rule(None)
 
 
-LARGE = 1_000_000_000
-"""Parameters of a model through which a pass over two tokens takes long."""
 _seen: dict[nn.Module, Rule | None] = {}
 
 
@@ -91,20 +89,16 @@ AttentionMaskInterface.register(TRACE, _rule)
 
 
 @torch.no_grad()
-def note_reach(model: PreTrainedModel) -> None:
+def note_reach(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = None, device: torch.device | None = None) -> None:
     """Read what each attention module sees, and write it to the module.  Raises ConfigError.
 
-    A model that is large, or has no numbers yet, has it read from a copy that is as deep and narrow.
+    backbone, device: what runs the model's backbone, and where, of a sharded model.
     """
-    if model.device.type == "meta" or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
-        narrow = small_model(type(model), model.config, shallow=False)
-        note_reach(narrow)
-        copy_reach(narrow, model)
-        return
-    name, tokens = type(model).__name__, torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    run, device = backbone or backbone_of(model), device or model.device
+    name, tokens = type(model).__name__, torch.zeros(1, 2, dtype=torch.int64, device=device)
     with _tracing(model):
         try:
-            backbone_of(model)(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False)
+            run(input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False)
         except Exception as error:  # a model's own code, which has met something else than a mask
             said = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{name} cannot be asked what its attention sees ({said}); {REMEDY}") from error

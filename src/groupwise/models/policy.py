@@ -25,8 +25,7 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models import rope
 from groupwise.models.attention import Attend, PackedAttention, attending, recomputation
-from groupwise.models.logit_scale import head_input
-from groupwise.models.small_copy import backbone_of
+from groupwise.models.logit_scale import backbone_of, head_input
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.onednn_shapes import tiled
 from groupwise.records import Batch, Layout, Routing, Sample
@@ -145,9 +144,10 @@ class Policy:
     def _set_mode(self) -> None:
         """Eval mode, whatever somebody has set: nothing is dropped."""
         if self.model.training:
-            self._recompute_only([layer for layer in self._layers() if layer.gradient_checkpointing])
+            self._recompute_only([layer for layer in self.layers() if layer.gradient_checkpointing])
 
-    def _layers(self) -> list[GradientCheckpointingLayer]:
+    def layers(self) -> list[GradientCheckpointingLayer]:
+        """The model's blocks that can be computed again."""
         return [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
@@ -279,7 +279,7 @@ class Policy:
         transformers recomputes only in layers that are in training mode.  That flag is set on the layers alone, and taken back
         while they compute: in some families a layer drops units by its own flag.
         """
-        layers = self._layers()
+        layers = self.layers()
         before = {layer: layer.gradient_checkpointing for layer in layers}
         if on and not self.recomputes:
             name = type(self.model).__name__
@@ -304,7 +304,7 @@ class Policy:
     def _recompute_only(self, chosen: Sequence[GradientCheckpointingLayer]) -> None:
         """Let these layers be computed again, and no others."""
         self.model.eval()
-        for layer in self._layers():
+        for layer in self.layers():
             layer.gradient_checkpointing = layer.training = layer in chosen
 
     def as_fields(self) -> dict[str, Any]:

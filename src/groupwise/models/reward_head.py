@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -34,28 +33,8 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import unpack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
-from groupwise.models.fused import fused_modules
 from groupwise.models.loading import Blueprint, embedding_rows, is_scorer, make_policy, read_blueprint
 from groupwise.models.policy import Policy
-from groupwise.models.probe import (
-    FAR,
-    PROBE_TOLERANCE,
-    REMEDIES,
-    SINGLE,
-    VALUES,
-    Proof,
-    Truth,
-    compare,
-    far_samples,
-    in_words,
-    prove_policy,
-    proven_before,
-    samples_across,
-    switches,
-    taken,
-    wrapped,
-)
-from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.records import Batch, Sample
 
 Pooling = Literal["last", "mean", "sum", "steps"]
@@ -132,21 +111,14 @@ def check_scorer(config: dict[str, Any], path: str) -> None:
 
 
 def wrap_scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ModelSettings | None = None) -> Policy:
-    """A scoring model as a `Policy`, proven: its scores and their gradients must be those of its own forward pass.
+    """A scoring model as a `Policy`.
 
     Models without a per-token head (encoders) are kept for `whole_scores`, one completion at a time.  Raises ConfigError.
     """
     settings = settings or ModelSettings()
     if not isinstance(getattr(model, "score", None), nn.Module):
         settings = replace(settings, attention="single")
-    policy = make_policy(model, tokenizer, settings, probe=False)
-    if policy.attention != "single" or (reads_tokens(policy) and settings.lora):
-        prove_policy(policy, recompute=settings.gradient_checkpointing, lora=settings.lora)
-    if reads_tokens(policy):
-        prove_scorer(policy, recompute=settings.gradient_checkpointing)
-    if not policy.empty:
-        probe_scorer(policy)
-    return policy
+    return make_policy(model, tokenizer, settings, scores=True)
 
 
 def pool_weights(pooling: Pooling, n: int) -> np.ndarray:
@@ -232,153 +204,38 @@ def _spread(batch: Batch, values_M: Tensor) -> Tensor:
     return values_P
 
 
-@torch.no_grad()
-def probe_scorer(policy: Policy) -> None:
-    """Two completions of one prompt: the `last` score of each must be what transformers computes, each time it is asked.
+SCORES = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Largest difference of a score from transformers' own, relative to the largest score; of other types `LOWER`."""
+LOWER = 0.15
+REMEDY = "set model.attention (for a reward: args: {attention: single}) to 'single'"
 
-    Raises ConfigError.
+
+@torch.no_grad()
+def check_scores(policy: Policy, answers: Sequence[Answer]) -> None:
+    """Hold the scores of the shortest and the longest answer against transformers' own, where the model is and in its type.
+
+    What is compared is the score at the last token that is no padding, where transformers reads it, whatever the model pools.
+    Raises ConfigError for scores that differ, or that are others each time they are asked.
     """
-    length = min(6, policy.context)
-    ids = np.array([i for i in range(min(policy.vocabulary, 64)) if i != policy.model.config.pad_token_id])
-    rows = ids[np.arange(2 * length) * 7 % ids.size].reshape(2, length)
-    rows[1, : length // 2] = rows[0, : length // 2]
-    answers = [Answer("probe", row[: length // 2], row[length // 2 :]) for row in rows]
-    with plain_attention(policy.model) if policy.attention != "single" else nullcontext():
-        expected, again = whole_scores(policy, answers), whole_scores(policy, answers)
-    size, kind = max(map(abs, expected)) + 1e-3, type(policy.model).__name__
-    if not max(abs(a - b) for a, b in zip(again, expected, strict=True)) <= VALUES * size:
+    pad, kind = policy.model.config.pad_token_id, type(policy.model).__name__
+    ends = [np.flatnonzero(answer.completion != pad) for answer in answers]
+    asked = [
+        replace(answer, completion=answer.completion[: end[-1] + 1]) for answer, end in zip(answers, ends, strict=True) if end.size
+    ]
+    asked = sorted(asked, key=lambda answer: answer.prompt.size + answer.completion.size)
+    if not asked:
+        return
+    asked = [asked[0], asked[-1]]
+    with plain_attention(policy.model):
+        expected, again = whole_scores(policy, asked), whole_scores(policy, asked)
+    bound = SCORES.get(torch.bfloat16 if policy.autocast else policy.dtype, LOWER) * (max(map(abs, expected)) + 1e-3)
+    if not max(abs(a - b) for a, b in zip(again, expected, strict=True)) <= bound:
         raise ConfigError(f"{kind} gives other scores each time it is asked: set the dropout in its config.json to 0")
     if not reads_tokens(policy):
         return
-    found = [float(scores[-1]) for scores in score_tokens(policy, answers, budget=4 * length)]
-    compute = torch.bfloat16 if policy.autocast else policy.dtype
-    difference = max(abs(a - b) for a, b in zip(found, expected, strict=True)) / size
-    if not difference <= PROBE_TOLERANCE.get(compute, 0.15):
-        remedy = SINGLE if policy.attention == "single" else PACKED_REMEDY
-        raise ConfigError(f"{kind} cannot score: scores differ by {difference:.2g} of their size from transformers' own; {remedy}")
-
-
-PACKED_REMEDY = "set model.attention (for a reward: args: {attention: single}) to 'single'"
-CUTS = (1, 4, 40, 100, 700)
-"""Tokens of the long completion behind which its score is compared too, beside its end."""
-
-
-def prove_scorer(policy: Policy, *, recompute: bool = False) -> Proof:
-    """Prove on a small copy of a scoring model's own class that its scores, and their gradients, are those of its own forward pass.
-
-    Raises ConfigError for what differs.
-    """
-    said = "scores", policy.attention, str(recompute)
-
-    def run(small: PreTrainedModel) -> Proof:
-        try:
-            return prove_scores(small, attention=policy.attention, recompute=recompute)
-        except ConfigError as error:
-            if policy.attention != "single" and PACKED_REMEDY in str(error):
-                try:
-                    prove_scorer(replace(policy, attention="single"), recompute=recompute)
-                except ConfigError:
-                    raise ConfigError(str(error).replace(PACKED_REMEDY, SINGLE)) from error.__cause__
-            raise
-
-    return proven_before(policy.model, said, run, type(policy.model))
-
-
-@in_words
-def prove_scores(model: PreTrainedModel, *, attention: str = "shared", recompute: bool = False, seed: int = 0) -> Proof:
-    """As `probe.prove`: texts around every switch beside each other, and one that is far longer, with every id.
-
-    What is compared are the numbers after several tokens of each: they are what the model itself says of the text that ends there.
-    Raises ConfigError.
-    """
-    family, remedy = type(model).__name__, SINGLE if attention == "single" else PACKED_REMEDY
-    policy, alike = wrapped(model, attention), {"what": "score", "unit": "where scores are about 1"}
-    samples, far = (
-        [_no_pad(sample, model) for sample in found]
-        for found in (
-            samples_across(switches(model), policy.context, policy.vocabulary, seed),
-            far_samples(policy, FAR, seed),
-        )
-    )
-    first = samples[0]
-    once, twice = (_own_scores(policy, [first], gradients=False) for _ in range(2))
-    if not np.abs(once.logp[0] - twice.logp[0]).max() <= VALUES / 10:
-        raise ConfigError(f"{family} gives other scores each time it is asked: set the dropout in its config.json to 0")
-    expected, paths, worst = _own_scores(policy, samples, gradients=True), ["scores", "training"], 0.0
-    for texts, own in ((samples, Truth(expected.logp, {})), (far, _own_scores(policy, far, gradients=False))):
-        worst = max(worst, compare(family, "a score", _our_scores(policy, texts), own, remedy, **alike))
-    compare(family, "training", _our_gradients(policy, samples), expected, remedy, **alike)
-    if recompute and policy.recomputes:
-        policy.model.train()
-        with policy.checkpointing(True):
-            found = _our_gradients(policy, samples)
-        compare(family, "recompute", found, expected, REMEDIES["recompute"], **alike)
-        paths.append("recompute")
-    model.eval()
-    return Proof(
-        family=family,
-        paths=tuple(paths),
-        lengths=tuple(sorted({sample.prompt.size + sample.completion.size for sample in (*samples, *far)})),
-        switches=switches(model),
-        difference=worst,
-        what="scores",
-    )
-
-
-def _no_pad(sample: Sample, model: PreTrainedModel) -> Sample:
-    """Without the id by which transformers finds the end of a text."""
-    pad, held = model.config.pad_token_id, np.concatenate([sample.prompt, sample.completion])
-    if pad is not None:
-        held[held == pad] = pad + 1
-    return replace(sample, prompt=held[: sample.prompt.size], completion=held[sample.prompt.size :])
-
-
-def _cuts(sample: Sample) -> list[int]:
-    n = sample.completion.size
-    return sorted({n, *(cut for cut in CUTS if cut < n)}) if n > max(CUTS) else [n]
-
-
-def _own_scores(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Truth:
-    """By the model's own forward pass over each text, as it ends at the cuts; gradients of the weighted sum of squared scores."""
-    model = policy.model.eval()
-    model.zero_grad(set_to_none=True)
-    found = []
-    with plain_attention(model), torch.enable_grad() if gradients else torch.no_grad():
-        for sample in samples:
-            text, scores = torch.from_numpy(np.concatenate([sample.prompt, sample.completion])), list[Tensor]()
-            for cut in _cuts(sample):
-                score = model(input_ids=text[None, : sample.prompt.size + cut], use_cache=False).logits[0, 0]
-                if gradients and cut == sample.completion.size:
-                    (float(sample.weight[-1]) * score.square()).backward()
-                scores.append(score.detach())
-            found.append(torch.stack(scores).double().numpy())
-    return Truth(found, taken(model) if gradients else {})
-
-
-def _our_scores(policy: Policy, samples: Sequence[Sample]) -> Truth:
-    answers = [Answer(sample.group, sample.prompt, sample.completion) for sample in samples]
-    with fused_modules(policy.model, keep=True):
-        found = score_tokens(policy, answers, budget=_tokens(samples))
-    return Truth([scores[np.array(_cuts(sample)) - 1] for scores, sample in zip(found, samples, strict=True)], {})
-
-
-def _our_gradients(policy: Policy, samples: Sequence[Sample]) -> Truth:
-    """And the scores at the ends, as an update computes them."""
-    policy.model.zero_grad(set_to_none=True)
-    readouts = [
-        readout(sample.group, sample.prompt, sample.completion, np.append(np.zeros(sample.completion.size), sample.weight[-1]))
-        for sample in samples
-    ]
-    found = [np.zeros(1) for _ in samples]
-    with fused_modules(policy.model, keep=True), summed_in_place(True):
-        for batch in policy.packed(readouts, _tokens(readouts)):
-            rows_M = batch.trained_M
-            score_M = head_scores(policy, policy.forward(batch).hidden_PD[rows_M])
-            (batch.weight_P[rows_M].to(score_M) * score_M.square()).sum().backward()
-            for index, values in unpack(batch, _spread(batch, score_M.detach()), readouts):
-                found[index] = values[-1:].astype(np.float64)
-    return Truth(found, taken(policy.model))
-
-
-def _tokens(samples: Sequence[Sample]) -> int:
-    return sum(sample.prompt.size + sample.completion.size + 1 for sample in samples)
+    tokens = sum(answer.prompt.size + answer.completion.size + 1 for answer in asked)
+    ours = [float(scores[-1]) for scores in score_tokens(policy, asked, budget=tokens)]
+    worst = max(abs(a - b) for a, b in zip(ours, expected, strict=True))
+    if not worst <= bound:
+        remedy = "use another reward model" if policy.attention == "single" else REMEDY
+        raise ConfigError(f"{kind} cannot score: a score differs by {worst:.2g} from transformers' own; {remedy}")

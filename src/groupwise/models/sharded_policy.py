@@ -23,10 +23,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
+from groupwise.models.attention import NAME
+from groupwise.models.loading import with_facts
+from groupwise.models.logit_scale import backbone_of
 from groupwise.models.lora import AdaptedPolicy, bare
+from groupwise.models.masks import copy_reach
 from groupwise.models.policy import Policy
-from groupwise.models.small_copy import backbone_of
-from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, saved_names
+from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, check_finite, saved_names
 
 METHOD = "run_backbone"
 """Attribute of a sharded model that runs its backbone with weights gathered."""
@@ -203,11 +206,19 @@ def shard(policy: Policy, sharding: fsdp.ShardingConfig, device: torch.device) -
 def shard_from_checkpoint(
     policy: Policy, sharding: fsdp.ShardingConfig, device: torch.device, reader: CheckpointReader
 ) -> ShardedPolicy:
-    """Shard a policy that was built without weights; every process reads its part of each tensor, and no more."""
+    """Shard a policy that was built without weights; every process reads its part of each tensor, and no more.
+
+    Then the model is asked what it computes, by all processes together (`loading.with_facts`).  Raises Diverged, ConfigError.
+    """
     found = shard(policy, sharding, device)
     found.fill(reader.rows)
     reader.close()
-    return found
+    check_finite(found.model)
+    found = with_facts(found)
+    found.reshard()
+    copy_reach(found.model, found.plain.model)
+    found.plain.model.set_attn_implementation(NAME)
+    return replace(found, plain=replace(found.plain, form=found.form))
 
 
 def _empty(parameter: Any) -> nn.Parameter:

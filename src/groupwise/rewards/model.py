@@ -109,6 +109,7 @@ class _Scorer:
         self.blueprint, self.settings, self.budget = blueprint, settings, budget
         self.pooling = str(blueprint.config.get("pooling") or "last")
         own = blueprint.tokenizer.get_vocab()
+        self.checked = False
         self.same_ids = tokenizer is not None and all(own.get(token) == i for token, i in tokenizer.get_vocab().items())
 
     @cached_property
@@ -147,7 +148,17 @@ class _Scorer:
 
         if not reads_tokens(self.policy):
             raise RewardError(f"{self.settings.path} has no head for single tokens: leave steps out")
-        return score_tokens(self.policy, self._answers(prompt_ids, completion_ids), budget=self.budget)
+        answers = self._answers(prompt_ids, completion_ids)
+        self._check(answers)
+        return score_tokens(self.policy, answers, budget=self.budget)
+
+    def _check(self, answers: Sequence[Answer]) -> None:
+        """Hold the scores of the first answers that it is asked for against transformers' own."""
+        from groupwise.models.reward_head import check_scores
+
+        if not self.checked:
+            check_scores(self.policy, answers)
+            self.checked = True
 
     def _answers(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Answer]:
         from groupwise.models.reward_head import Answer
@@ -169,6 +180,7 @@ class _Scorer:
         asked = [answer for answer in answers if answer.completion.size]
         if not asked:
             return [None] * len(answers)
+        self._check(asked)
         if reads_tokens(self.policy):
             found = score_tokens(self.policy, asked, budget=self.budget)
             scores = [float(pool_weights(self.pooling, score_n.size) @ score_n) for score_n in found]  # type: ignore[arg-type]

@@ -16,16 +16,13 @@ from hashlib import blake2b
 
 import numpy as np
 
-from groupwise.config.settings import ModelSettings
 from groupwise.environments.chat_tokens import Asking, Memory, Speech, Told
 from groupwise.environments.endpoint import Endpoint
 from groupwise.environments.requests import Asked, ChatRequest, Refused, SampledTokens
 from groupwise.errors import EngineError
-from groupwise.models.loading import load_policy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.probe import prove_engine
 
 LIMIT = "limit"
 """Column of a prompt's row: the most tokens of its completions."""
@@ -177,16 +174,3 @@ class Served:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def serve_checkpoint(
-    model: str, *, host: str = "127.0.0.1", port: int = 8000, rows: int = 256, dtype: str | None = None, token: str | None = None
-) -> Served:
-    """Load a checkpoint (a folder or a hub name) and serve it.  dtype: default float32.
-
-    Raises ConfigError, DataError or Diverged for a checkpoint that cannot be used, ConfigError for an address that cannot.
-    """
-    settings = ModelSettings(path=model) if dtype is None else ModelSettings(path=model, dtype=dtype)  # type: ignore[arg-type]
-    policy = load_policy(settings)
-    prove_engine(policy, NativeEngine)
-    return Served(policy, name=model, host=host, port=port, rows=rows, token=token)

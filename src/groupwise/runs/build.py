@@ -19,6 +19,7 @@ from groupwise.algorithms.registry import Algorithm
 from groupwise.config.recipes import demand_values
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.data.curriculum import Curriculum, Visits
+from groupwise.data.load import Data
 from groupwise.data.order import Order
 from groupwise.data.tasks import breakdown_of
 from groupwise.distributed import comm
@@ -27,10 +28,11 @@ from groupwise.models.loading import Blueprint
 from groupwise.models.lora import bare
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
+from groupwise.proof.prove import prove
 from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import PendingRollout, PrefetchedRollouts
 from groupwise.rollout.engine import Engine
-from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, mixed_engine, why_apart
+from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, mixed_engine, mixture, sampler_of, why_apart
 from groupwise.runs.environments import furnished
 from groupwise.runs.plan import Lines, fitted
 from groupwise.runs.policies import critic_of, hold, reference_of, shared_out, teacher_of
@@ -247,6 +249,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
         critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
         teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
+        proofs = _proofs(recipe, prepared, policy, critic, teacher, algorithm.mix)
         engine = make_engine(policy, recipe.rollout, prepared.world)
     with closed_on_error(engine.close, *prepared.closing):
         sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
@@ -282,7 +285,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
 
     return Job(
         recipe=recipe,
-        plan=[*prepared.plan, *engine_lines(engine, ahead)],
+        plan=[*prepared.plan, *engine_lines(engine, ahead), *proofs],
         warnings=prepared.warnings,
         steps=prepared.steps,
         policy=policy,
@@ -299,6 +302,31 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         ahead=ahead,
         closing=[engine.close, *prepared.closing],
     )
+
+
+def _proofs(
+    recipe: Recipe, prepared: Prepared, policy: Policy, critic: Critic | None, teacher: Teacher | None, mix: float
+) -> Lines:
+    """Prove what an online run computes with each of its models, for the plan.  Raises ConfigError."""
+    assert prepared.prompts is not None
+    longest, again = longest_of(recipe, prepared.prompts), recipe.model.gradient_checkpointing
+    sampler = sampler_of(recipe.rollout, sampling_of(recipe.rollout), conversations=prepared.world is not None)
+    found = [prove(policy, longest=longest, sampler=sampler, recompute=again)]
+    if critic is not None and not critic.shared:
+        found.append(prove(critic.policy, longest=longest, recompute=again))
+    other = teacher is not None and recipe.teacher.path is not None
+    if teacher is not None and other:
+        found.append(prove(teacher.policy, longest=longest, train=False))
+    if teacher is not None and mix:
+        both = [policy, teacher.policy] if other else [policy]
+        found += [prove(one, longest=longest, sampler=mixture(mix, recipe.rollout), train=False) for one in both]
+    return [proof.line for proof in found]
+
+
+def longest_of(recipe: Recipe, prompts: Data[Prompt]) -> int:
+    """Tokens of the longest text of prompt and completion."""
+    sizes = (prompt.tokens.size for part in (prompts.train, prompts.held_out, prompts.validation) for prompt in part)
+    return max(sizes, default=1) + max(recipe.rollout.max_new_tokens, recipe.eval.max_new_tokens or 0)
 
 
 def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
@@ -321,6 +349,11 @@ def _dataset_learner(
     optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
     order = Order(len(rows), recipe.seed, recipe.data.shuffle)
     batch_size = min(recipe.batch_size, len(rows))
+    sampler, longest = None, max((len(row) for part in (rows, held_out) for row in part), default=1)
+    if kind.samples and prepared.prompts is not None:
+        sampler = sampler_of(recipe.rollout, sampling_of(recipe.rollout), conversations=prepared.world is not None)
+        longest = max(longest, longest_of(recipe, prepared.prompts))
+    proof = prove(policy, longest=longest, sampler=sampler, recompute=recipe.model.gradient_checkpointing)
     engine = make_engine(policy, recipe.rollout, prepared.world) if kind.samples else None
 
     def loop(done: int) -> Iterator[Step]:
@@ -349,7 +382,7 @@ def _dataset_learner(
 
     return Job(
         recipe=recipe,
-        plan=prepared.plan,
+        plan=[*prepared.plan, proof.line],
         warnings=prepared.warnings,
         steps=prepared.steps,
         policy=policy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from groupwise.algorithms.registry import Algorithm, corrected
@@ -14,12 +15,12 @@ from groupwise.environments.conversation import World
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded_policy import ShardedPolicy
-from groupwise.records import Prompt, Step
+from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
+from groupwise.records import Prompt, Sampling, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.gathered_weights import GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.probe import prove_engine, prove_mixed
 from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
@@ -30,11 +31,10 @@ from groupwise.utils.imports import demand_attributes, imported, own_code
 Make = Callable[[Policy, RolloutSettings, World | None], Engine]
 
 
-def _in_process(engine: Callable[..., Engine], *, prove: Callable[..., object] = prove_engine) -> Make:
+def _in_process(engine: Callable[..., Engine]) -> Make:
     def make(policy: Policy, settings: RolloutSettings, world: World | None) -> Engine:
         if isinstance(policy, ShardedPolicy):
             return GatheredEngine(policy, lambda plain: make(plain, settings, world))
-        prove(policy, engine, conversations=world is not None)
         return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, world=world)
 
     return make
@@ -87,21 +87,38 @@ def make_engine(policy: Policy, settings: RolloutSettings, world: World | None =
     return made
 
 
-def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
-    """An engine whose completions a teacher helps to write, proven for both models.
+def sampler_of(settings: RolloutSettings, sampling: Sampling, *, conversations: bool = False) -> Sampler | None:
+    """What a proof asks to sample, with the recipe's engine; None for one that samples elsewhere, or is one's own.
 
-    Raises ConfigError for a teacher that is spread over processes.
+    conversations: a world answers the policy's turns.
     """
+    known = {"native": NATIVE, "transformers": TRANSFORMERS}.get(settings.engine.name)
+    if known is None:
+        return None
+
+    def make(policy: Policy, *, max_rows: int, world: World | None) -> Engine:
+        return make_engine(policy, replace(settings, max_rows=max_rows), world)
+
+    return replace(known, make=make, sampling=sampling, conversations=conversations)
+
+
+def mixture(mix: float, settings: RolloutSettings) -> Sampler:
+    """The same of `mixed_engine`.  A mixture of a model with itself is the model, whose two caches must agree."""
+
+    def make(policy: Policy, *, max_rows: int, world: World | None) -> Engine:
+        plain = policy.plain if isinstance(policy, ShardedPolicy) else policy
+        return mixed_engine(policy, plain, mix, replace(settings, max_rows=max_rows))
+
+    return Sampler(make=make, name=f"a mixture with {mix:g}", path="sampling from a mixture", remedy="set group.mix to 0")
+
+
+def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
+    """An engine whose completions a teacher helps to write.  Raises ConfigError for a teacher that is spread over processes."""
     if teacher.sharded:
         raise ConfigError(
             "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
         )
-
-    def prove(policy: Policy, *_: object, **__: object) -> None:
-        for one in (policy, teacher):
-            prove_mixed(one, mix)
-
-    return _in_process(partial(MixedEngine, teacher=teacher, mix=mix), prove=prove)(policy, settings, None)
+    return _in_process(partial(MixedEngine, teacher=teacher, mix=mix))(policy, settings, None)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:

@@ -28,11 +28,12 @@ from groupwise.data.templates import Tools
 from groupwise.errors import ConfigError
 from groupwise.models.loading import Blueprint, load_policy
 from groupwise.models.policy import Policy
+from groupwise.proof.prove import prove
+from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.probe import prove_engine
 from groupwise.runs import objects
 from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
@@ -155,7 +156,9 @@ def evaluate(
         world = make_world(talking, Blueprint.of(policy), source, sampling)
         if world is not None:
             ends.callback(world.close)
-        prove_engine(policy, NativeEngine, conversations=world is not None)
+        sampler = replace(NATIVE, sampling=sampling, conversations=world is not None)
+        longest = max(prompt.tokens.size for prompt in prompts) + sampling.max_new_tokens
+        prove(policy, longest=longest, sampler=sampler, train=False)
         engine = NativeEngine(policy, max_rows=ROWS if recipe is None else recipe.rollout.max_rows, world=world)
         verdict = verdict or (recipe.verdict if recipe is not None and rewards is None else None)
         judge = ends.enter_context(build_rewards(functions, columns=given, tokenizer=policy.tokenizer, verdict=verdict))

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.settings import ControlTokens, ModelSettings
 from groupwise.config.validation import wrong_model
@@ -27,6 +28,8 @@ from groupwise.errors import ConfigError, DataError, EngineError, RunError
 from groupwise.models import loading
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.policy import Policy
+from groupwise.proof.prove import UNSAID, prove
+from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import policy_folder
@@ -293,7 +296,7 @@ def load_policy(
     if isinstance(path, ModelSettings):
         if path.path is None:
             raise ConfigError("load_policy reads a model from model.path; `scratch` makes one with random weights (make_policy)")
-        return LoadedPolicy.of(loading.load_policy(path))
+        return LoadedPolicy.of(_proven(loading.load_policy(path)))
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"a policy is loaded from a run, a checkpoint, a model folder or a hub name, got {kind_of(path)}")
     found = model_folder(os.fspath(path))
@@ -302,7 +305,25 @@ def load_policy(
         demand_trust(origin, ("model",))
     settings = ModelSettings(path=found) if origin is None else settings_of(origin.recipe.model, found)
     settings = dataclasses.replace(settings, device=device, dtype=dtype or settings.dtype)
-    return LoadedPolicy.of(loading.load_policy(settings), origin)
+    return LoadedPolicy.of(_proven(loading.load_policy(settings)), origin)
+
+
+def _proven(policy: Policy) -> Policy:
+    """A policy that scores, learns and, by the native engine, samples what its own pass gives.  Raises ConfigError."""
+    prove(policy, sampler=None if policy.attention == "single" else NATIVE)
+    return policy
+
+
+def make_policy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ModelSettings | None = None, *, longest: int = UNSAID
+) -> Policy:
+    """A model that is there, wrapped with its tokenizer, and proven on texts of up to `longest` tokens: scoring and training.
+
+    Raises DataError, Diverged or ConfigError as `models.loading.make_policy`, ConfigError for what differs.
+    """
+    policy = loading.make_policy(model, tokenizer, settings)
+    prove(policy, longest=longest, recompute=settings is not None and settings.gradient_checkpointing)
+    return policy
 
 
 def settings_of(model: ModelSettings, folder: str) -> ModelSettings:

@@ -32,10 +32,8 @@ from groupwise.models.loading import (
 )
 from groupwise.models.lora import AdaptedPolicy, bare
 from groupwise.models.policy import Policy
-from groupwise.models.probe import probe_checkpoint
-from groupwise.models.reward_head import make_scorer, probe_scorer
+from groupwise.models.reward_head import make_scorer
 from groupwise.models.sharded_policy import shard, shard_from_checkpoint
-from groupwise.models.streaming import check_finite
 from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.runs.plan import Lines
@@ -95,11 +93,7 @@ def hold(
     if reader is not None and blueprint.empty is not None and recipe.model.lora is None:
         policy = make(recipe, replace(blueprint, load=blueprint.empty))
         if reader.fit(policy.model):
-            policy = shard_from_checkpoint(policy, sharding, device, reader)
-            check_finite(policy.model)
-            (probe_scorer if is_scorer(policy.model.config.to_dict()) else probe_checkpoint)(policy)
-            policy.reshard()
-            return policy
+            return shard_from_checkpoint(policy, sharding, device, reader)
     return shard(_resumed(make(recipe, blueprint), resume), sharding, device)
 
 
@@ -115,7 +109,7 @@ def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
     if folder is None or not folder.exists():
         return policy.frozen_copy()
     settings = replace(recipe.model, path=str(folder), scratch=None)
-    kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: _unprobed(blueprint, settings))
+    kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: make_policy(blueprint.load(), blueprint.tokenizer, settings))
     kept.model.requires_grad_(False)
     return kept
 
@@ -210,11 +204,6 @@ def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
     data = replace(recipe.data, path=given.path, task=None, task_args={}, eval_path=None, eval_fraction=0.0, limit=None)
     rows = load_demonstrations(data, policy.tokenizer, context=policy.context, eos_ids=policy.eos_ids, seed=recipe.seed).train
     return Demonstrations(rows=rows, count=given.rows, seed=recipe.seed, lm=given.lm, divergence=given.divergence)
-
-
-def _unprobed(blueprint: Blueprint, settings: ModelSettings) -> Policy:
-    """A policy of a kind that was probed before."""
-    return make_policy(blueprint.load(), blueprint.tokenizer, settings, probe=False)
 
 
 def parameter_count(blueprint: Blueprint) -> int:

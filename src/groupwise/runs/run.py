@@ -31,7 +31,6 @@ from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
 from groupwise.models.loading import resolve_device
 from groupwise.models.policy import Policy
-from groupwise.models.probe import proofs_of
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged
@@ -500,7 +499,7 @@ def train_stage(run: Run, title: str, console: Console, quiet: bool) -> Outcome:
     begin = run.done
     with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
         resumed = [("resumed", f"after step {begin}")] if begin else []
-        _show(lambda: progress.plan([*run.job.plan, *proofs_of(run.job.policy.model), *resumed]))
+        _show(lambda: progress.plan([*run.job.plan, *resumed]))
         for step in run.steps():
             _show(lambda step=step: progress.update(step))
         progress.stop()

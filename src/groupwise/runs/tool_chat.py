@@ -10,9 +10,10 @@ from typing import Any
 from groupwise.config.settings import DataSettings
 from groupwise.data.templates import Template
 from groupwise.models.loading import Blueprint
+from groupwise.proof.prove import prove
+from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.probe import prove_engine
 from groupwise.runs.environments import environment_of, make_source, make_world, tools_of, unmade
 from groupwise.runs.loaded_policy import LoadedPolicy
 from groupwise.runs.origin import Origin
@@ -45,7 +46,7 @@ class Answered:
         if world is None:
             return None
         ends.callback(world.close)
-        prove_engine(policy, NativeEngine, conversations=True)
+        prove(policy, sampler=dataclasses.replace(NATIVE, conversations=True), train=False)
         template = Template.build(data, policy.tokenizer, tools_of(source))
         return cls(policy, NativeEngine(policy, max_rows=1, world=world), template, length)
 

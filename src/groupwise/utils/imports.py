@@ -44,20 +44,6 @@ def imported(what: str, spec: str, *, callable_only: bool = False) -> Any:
     return found
 
 
-class LazyModule:
-    """A module that is imported when one of its names is first read.
-
-    >>> LazyModule("math").tau
-    6.283185307179586
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(importlib.import_module(self._name), attribute)
-
-
 _NOTHING = object()
 
 

@@ -17,16 +17,13 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from groupwise.algorithms.parts import fact
-from groupwise.algorithms.registry import ALGORITHMS
-from groupwise.algorithms.registry import PARTS as FUNCTIONS
-from groupwise.config.settings import part_options
+from groupwise.config.settings import ONLINE, PART_OPTIONS, PARTS, TAUGHT, VALUED
 from groupwise.errors import DataError
 
 KEPT = 4
@@ -49,26 +46,19 @@ SINGLE = {
 }
 """Keys with one value, and the words that it may be; all of them may be a number."""
 CHANGED_PARTS = ("credit", "ratio", "surrogate", "weights")
-OBJECTIVES = tuple(name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher))
+OBJECTIVES = tuple(name for name in ONLINE if name not in (*VALUED, *TAUGHT))
 """Objectives that can be replayed without a model: those with a critic or a teacher are not among them."""
 
 Json = dict[str, Any]
 
 
-def changeable() -> dict[str, tuple[str, ...]]:
-    """The parts that a replay without a model may name: none that needs a critic or a teacher."""
-
-    def recorded(part: Callable[..., Any]) -> bool:
-        return not {"value", "teacher_logp"} & set(fact(part, "reads")) and fact(part, "needs_reward") and fact(part, "reads_logp")
-
-    return {kind: tuple(name for name, part in FUNCTIONS[kind].items() if recorded(part)) for kind in CHANGED_PARTS}
-
-
 def offered() -> Json:
     """What the application offers to change."""
-    parts = changeable()
-    options = {name: sorted(part_options(kind, name)) for kind, names in parts.items() for name in names}
-    return {"objectives": list(OBJECTIVES), "parts": {kind: list(names) for kind, names in parts.items()}, "options": options}
+    parts = {
+        part: [name for name in PARTS[part] if name not in ("gae", "reverse_kl", "nothing", "silent")] for part in CHANGED_PARTS
+    }
+    options = {name: sorted(PART_OPTIONS.get(name, ())) for names in parts.values() for name in names}
+    return {"objectives": list(OBJECTIVES), "parts": parts, "options": options}
 
 
 def own_code(config: Mapping[str, Any]) -> str | None:
@@ -103,8 +93,8 @@ def _allowed(key: str, value: str) -> bool:
     if not key.startswith("group.") or part[0] not in CHANGED_PARTS:
         return False
     if part[2] in ("", "name"):
-        return value in FUNCTIONS[part[0]]
-    known = {option for name in FUNCTIONS[part[0]] for option in part_options(part[0], name)}
+        return value in PARTS[part[0]]
+    known = {option for name in PARTS[part[0]] for option in PART_OPTIONS.get(name, ())}
     return part[2] in known and (NUMBER.fullmatch(value) is not None or value in ("true", "false", "group", "batch", "none"))
 
 

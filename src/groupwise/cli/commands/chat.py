@@ -73,8 +73,6 @@ def _talk(
     from rich.console import Console
 
     from groupwise.rewards.compose import spoken
-    from groupwise.rollout.native.engine import NativeEngine
-    from groupwise.rollout.probe import prove_engine
     from groupwise.runs.loaded_policy import load_policy
     from groupwise.runs.origin import origin_of
     from groupwise.runs.progress import safe
@@ -86,7 +84,6 @@ def _talk(
     if origin is not None and environment is None:
         demand_trust(origin, ("environment",))
     policy = load_policy(path)
-    prove_engine(policy, NativeEngine)
     talks = policy.chat or environment is not None or (origin is None and bool(policy.tokenizer.chat_template))
     policy = dataclasses.replace(policy, system=policy.system if system is None else system, conversed=False)
     if talks:

@@ -52,11 +52,12 @@ def run(given: argparse.Namespace) -> int:
 def _native(given: argparse.Namespace) -> int:
     if given.cache is not None or given.more:
         raise ConfigError("--cache and arguments behind -- are vLLM's: leave them out with --native")
-    from groupwise.rollout.serving import serve_checkpoint
+    from groupwise.rollout.serving import Served
+    from groupwise.runs.loaded_policy import load_policy
 
     token = os.environ.get(TOKEN) or None
-    served_at = serve_checkpoint(given.model, host=given.host, port=given.port, rows=given.rows, dtype=given.dtype, token=token)
-    with served_at as served:
+    policy = load_policy(given.model, dtype=given.dtype)
+    with Served(policy, name=given.model, host=given.host, port=given.port, rows=given.rows, token=token) as served:
         print(f"{served.base_url}  (Ctrl-C ends it)", flush=True)
         try:
             while True:

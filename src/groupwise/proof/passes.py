@@ -1,0 +1,163 @@
+"""Two ways through a model: its own forward and backward pass, one sequence at a time; and that of a run, packed and fused.
+
+Both give the same of each text: log-probs of the completion's tokens, or a scoring model's score; and the gradients of the weighted
+sum of their squares.
+
+n tokens of a completion   V vocabulary   M read positions of a packed batch   P all of them
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.data.packing import unpack
+from groupwise.distributed import fsdp
+from groupwise.models.attention import plain_attention
+from groupwise.models.fused import fused_modules
+from groupwise.models.policy import Policy
+from groupwise.models.reward_head import head_scores, reads_tokens
+from groupwise.ops.in_place_gradients import summed_in_place
+from groupwise.ops.linear_cross_entropy import chosen_logprobs
+from groupwise.records import Rollout, Sample
+
+MANY = 30_000_000
+"""Parameters of a model of which the gradients of all are compared; of a larger one see `some_gradients`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """A text that both ways compute."""
+
+    sample: Sample
+    rollout: Rollout | None = None
+    """What an engine drew, of which the sample has the first tokens or all."""
+
+    @property
+    def size(self) -> int:
+        """Tokens that are computed: the last one of a text is predicted alone."""
+        return self.sample.prompt.size + self.sample.completion.size - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answers:
+    """What one way says of texts."""
+
+    values: list[np.ndarray]
+    """Of each: log-probs of its completion's tokens (n,), nats; of a scoring model its score (1,)."""
+    gradient: dict[str, Tensor]
+    """By parameter; of a sharded one this process's shard."""
+    drawn: list[np.ndarray] = field(default_factory=list)
+    """Of each that an engine drew: log-probs of its tokens in the distribution that they were drawn from."""
+    first: list[Tensor] = field(default_factory=list)
+    """Log-probs of all tokens right behind each prompt (V,)."""
+
+
+def own(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> Answers:
+    """By the model's own pass, one text at a time."""
+    model, scores = policy.model.eval(), reads_tokens(policy)
+    model.zero_grad(set_to_none=True)
+    found, few = Answers([], {}), "logits_to_keep" if "logits_to_keep" in inspect.signature(model.forward).parameters else None
+    with plain_attention(model), torch.set_grad_enabled(gradients):
+        for text in texts:
+            sample = text.sample
+            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
+            asked = {} if few is None else {few: sample.completion.size}
+            with policy.precision():
+                logits = model(input_ids=ids[None], use_cache=False, **asked).logits
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if scores:
+                value_N = logits[0]
+            else:
+                logits_NV = logits[0, -sample.completion.size :, : policy.vocabulary]
+                logp_NV = logits_NV.log_softmax(-1)
+                value_N = logp_NV.gather(1, torch.from_numpy(sample.completion).to(policy.device)[:, None])[:, 0]
+                found.first.append(logp_NV[0].detach())
+                if text.rollout is not None:
+                    found.drawn.append(_drawn(text, logits_NV.detach()))
+            if gradients and value_N.requires_grad:
+                weight_N = torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N)
+                (weight_N * value_N.square()).sum().backward()
+            found.values.append(value_N.detach().double().cpu().numpy())
+    model.eval()
+    return Answers(found.values, taken(policy) if gradients else {}, found.drawn, found.first)
+
+
+def _drawn(text: Text, logits_NV: Tensor) -> np.ndarray:
+    """Log-probs of a rollout's tokens at its temperature, over the support that it was drawn from."""
+    rollout, n = text.rollout, text.sample.completion.size
+    assert rollout is not None
+    logits_NV = logits_NV.double() / (rollout.sampling.temperature or 1.0)
+    if rollout.support is None:
+        total_N = logits_NV.logsumexp(-1)
+    else:
+        among = zip(rollout.support[:n], logits_NV, strict=True)
+        total_N = torch.stack(
+            [logits_V[torch.from_numpy(ids.astype(np.int64)).to(logits_V.device)].logsumexp(0) for ids, logits_V in among]
+        )
+    chosen_N = torch.from_numpy(rollout.tokens[:n]).to(logits_NV.device)
+    return (logits_NV.gather(1, chosen_N[:, None])[:, 0] - total_N).cpu().numpy()
+
+
+def packed(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> Answers:
+    """As a run computes it: all in one stream, prompts shared, fused, gradients of head and embedding summed in place."""
+    model, scores, samples = policy.model, reads_tokens(policy), [text.sample for text in texts]
+    model.zero_grad(set_to_none=True)
+    values = [np.zeros(0) for _ in texts]
+    with (
+        torch.set_grad_enabled(gradients),
+        fused_modules(model, keep=not policy.sharded),
+        summed_in_place(gradients and not policy.sharded),
+    ):
+        for batch in policy.packed(samples, sum(text.size + 1 for text in texts)):
+            rows_M = batch.trained_M
+            hidden_MD = policy.forward(batch).hidden_PD[rows_M]
+            if scores:
+                value_M = head_scores(policy, hidden_MD)
+            else:
+                with policy.precision():
+                    value_M, _ = chosen_logprobs(hidden_MD, policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
+            if gradients and value_M.requires_grad:
+                (batch.weight_P[rows_M].to(value_M) * value_M.square()).sum().backward()
+            value_P = value_M.new_zeros(batch.layout.total)
+            value_P[rows_M] = value_M.detach()
+            for index, column in unpack(batch, value_P, samples):
+                values[index] = column[samples[index].weight > 0].astype(np.float64)
+    model.eval()
+    return Answers(values, taken(policy) if gradients else {})
+
+
+def taken(policy: Policy) -> dict[str, Tensor]:
+    """The gradients of a model, which are taken away from it."""
+    parameters = policy.model.named_parameters()
+    gradients = {name: fsdp.own(p.grad).detach().clone() for name, p in parameters if p.grad is not None}
+    policy.model.zero_grad(set_to_none=True)
+    return gradients
+
+
+@contextmanager
+def some_gradients(policy: Policy, *, head: bool) -> Iterator[None]:
+    """Inside, a model of more than `MANY` parameters takes no gradient of the matrices between its first and its last block.
+
+    What flows through these blocks is seen by the gradients before them, and by those of their norms and biases.
+    head: of its embedding and its head, which cost as much as all others.
+    """
+    model = policy.model
+    many = not policy.sharded and sum(p.numel() for p in model.parameters()) > MANY
+    between = [p for block in policy.layers()[1:-1] for p in block.parameters() if p.ndim > 1] if many else []
+    parts = [] if head else [model.get_input_embeddings(), model.get_output_embeddings()]
+    tables = [part.weight for part in parts if part is not None]
+    left_out = [p for p in (*between, *tables) if p.requires_grad]
+    for parameter in left_out:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in left_out:
+            parameter.requires_grad_(True)

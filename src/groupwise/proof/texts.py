@@ -1,0 +1,219 @@
+"""The texts that a proof compares: short ones beside each other, on both sides of every length at which the model changes.
+
+Where an engine samples, they are what it draws, so that one pass of the model judges both the sampler and the scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from groupwise.environments.conversation import Reply
+from groupwise.models import rope
+from groupwise.models.loading import WINDOWS
+from groupwise.models.masks import ATTRIBUTE, Reach
+from groupwise.models.policy import Policy
+from groupwise.models.reward_head import readout, reads_tokens
+from groupwise.models.sharded_policy import ShardedPolicy
+from groupwise.proof.passes import Text
+from groupwise.records import Episode, Finish, Prompt, Sample, Sampling, Turn
+from groupwise.rollout.engine import Engine
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.transformers import TransformersEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """What samples in a run."""
+
+    make: Callable[..., Engine]
+    """(policy, max_rows=..., world=...) -> engine."""
+    name: str
+    remedy: str
+    """What to do if it differs."""
+    path: str = "sampling"
+    sampling: Sampling = field(default_factory=Sampling)
+    """As the run draws."""
+    conversations: bool = False
+    """A world answers its turns."""
+
+
+NATIVE = Sampler(make=NativeEngine, name="native", remedy="set rollout.engine to 'transformers'")
+TRANSFORMERS = Sampler(
+    make=TransformersEngine,
+    name="transformers",
+    remedy="sample it with rollout.engine 'vllm', or train it on data (sft, dpo)",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much is asked."""
+
+    prompts: tuple[int, ...]
+    """Tokens of those that are always there; some are of one length, and one is a single token."""
+    group: int
+    rows: int
+    """Completions that are decoded at a time, fewer than all, so that some wait."""
+    tokens: int
+    """Longest completion; with 70 the capacity of a row grows."""
+    far: int
+    """Tokens of the longest text, if the run reaches them."""
+
+
+FULL = Size(prompts=(1, 9, 9), group=8, rows=24, tokens=70, far=1040)
+SMALL = Size(prompts=(1, 9), group=2, rows=3, tokens=5, far=0)
+"""On a CPU, of a model of more than `LARGE` parameters: a pass takes long there.  Far texts are left out, but those that lie behind
+a length at which the model changes."""
+LARGE = 5_000_000
+NEAR = 96
+"""Tokens of the longest text whose gradients are compared."""
+ACROSS = 8192
+"""Tokens of the longest text that lies behind a length at which the model changes: in single operations attention is quadratic."""
+FEW, CUTS = 6, (2, 7)
+"""Tokens left for a completion behind the longest prompt; tokens of a group's texts, but of one that is compared whole."""
+
+
+def size_of(policy: Policy) -> Size:
+    """By what a token costs."""
+    large = sum(parameter.numel() for parameter in policy.model.parameters()) > LARGE
+    return SMALL if large and policy.device.type == "cpu" else FULL
+
+
+def switches(model: nn.Module, longest: int) -> tuple[int, ...]:
+    """Lengths below `longest` above which the model computes otherwise: windows and chunks, frequencies, steps of a temperature."""
+    sizes = {at for at, _ in rope.switches(model)}
+    for module in model.modules():
+        reach: Reach = vars(module).get(ATTRIBUTE, Reach())
+        sizes |= {reach.window, reach.chunk}
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    sizes |= {
+        getattr(text, key, None) for key in (*WINDOWS, "attention_chunk_size", "floor_scale", "original_max_position_embeddings")
+    }
+    return tuple(sorted(size for size in sizes if isinstance(size, int) and 0 < size < min(longest, ACROSS)))
+
+
+def prompts_of(policy: Policy, size: Size, longest: int, seed: int) -> list[np.ndarray]:
+    """Random ones for texts of at most `longest` tokens."""
+    rng, near = np.random.default_rng(seed), [min(length, longest - 2) for length in size.prompts]
+    changes = switches(policy.model, longest)
+    across = [at + step for at in changes for step in ((-2, 1) if size is FULL else (-2,))]
+    across += [2 * at - 2 for at in changes if 2 * at < size.far]
+    far = [min(longest, size.far) - FEW]
+    lengths = [max(length, 1) for length in near] + sorted({length for length in across + far if 0 < length < longest})
+    return [_ids(policy, rng, length) for length in lengths]
+
+
+def _ids(policy: Policy, rng: np.random.Generator, n: int) -> np.ndarray:
+    """n random ids; transformers finds the end of what a scoring model reads by its padding, so there is none in it."""
+    ids = rng.integers(0, policy.vocabulary, size=n)
+    if not reads_tokens(policy):
+        return ids
+    return np.where(ids == policy.model.config.pad_token_id, (ids + 1) % policy.vocabulary, ids)
+
+
+def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Text]:
+    """Texts that no engine drew."""
+    rng, texts = np.random.default_rng(seed), list[Text]()
+    for place, prompt in enumerate(prompts_of(policy, size, longest, seed)):
+        whole = place == len(size.prompts) - 1
+        first = CUTS[:1] if prompt.size <= NEAR and (whole or size is FULL) else ()
+        for n in {min(n, longest - prompt.size) for n in (*first, size.tokens if whole else CUTS[1])}:
+            text, begin = np.concatenate([prompt, _ids(policy, rng, n)]), prompt.size if prompt.size <= NEAR else FEW
+            texts.append(Text(_sample(policy, str(place), text[:begin], text[begin:])))
+    return texts
+
+
+def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0, *, talks: bool = False) -> list[Text]:
+    """What an engine draws: of each group the first and the last, of a long one the last.   talks: in turns."""
+    engine = sampler.make(endless(policy, longest), max_rows=size.rows, world=_Talkative(policy.vocabulary) if talks else None)
+    tokens = 2 * size.tokens + 2 if talks and size is SMALL else size.tokens
+    sampling = replace(sampler.sampling, max_new_tokens=tokens, stop=(), temperature=sampler.sampling.temperature or 1.0)
+    prompts = [
+        Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, ids in enumerate(prompts_of(policy, size, longest, seed))
+    ]
+    groups = list(engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed))
+    if size is FULL and not talks:  # one that is decoded alone; a small size has one that has waited for all others
+        groups += engine.generate([replace(prompts[1], id="alone")], group_size=1, sampling=sampling, seed=seed)
+    texts = []
+    for group in groups:
+        whole = group[0].prompt.id == prompts[len(size.prompts) - 1].id
+        pair = not talks and group[0].prompt.tokens.size <= NEAR and len(group) > 1 and (whole or size is FULL)
+        members = (group[0], group[-1]) if pair else group[-1:]
+        whole = whole or talks
+        for rollout, cut in zip(members, CUTS[-len(members) :], strict=True):
+            n = len(rollout) if whole and rollout is group[-1] else min(cut, len(rollout))
+            texts.append(Text(_sample(policy, rollout.prompt.id, rollout.prompt.tokens, rollout.tokens[:n]), rollout))
+    return sorted(texts, key=lambda text: text.sample.group)
+
+
+def endless(policy: Policy, context: int) -> Policy:
+    """A policy whose completions no token ends, and that needs no tokenizer."""
+    changes: dict[str, Any] = {"eos_ids": (), "context": context, "tokenizer": _NoText()}
+    if isinstance(policy, ShardedPolicy):
+        changes["plain"] = endless(policy.plain, context)
+    return replace(policy, **changes)
+
+
+def _sample(policy: Policy, group: str, prompt: np.ndarray, completion: np.ndarray) -> Sample:
+    weight = np.random.default_rng(prompt.size).random(completion.size) + 0.1
+    if reads_tokens(policy):  # what is read is the state behind the last token
+        return readout(group, prompt, completion, np.append(np.zeros(completion.size), weight[-1]))
+    nothing = np.zeros(completion.size)
+    return Sample(group=group, prompt=prompt, completion=completion, weight=weight, advantage=nothing, behavior_logp=nothing)
+
+
+class _NoText:
+    """In place of a tokenizer: tokens without a text."""
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        """Nothing."""
+        return ""
+
+
+class _Talkative:
+    """A world that lets turns be short, and has a few random tokens to say to each, until none remain."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def begin(self, prompt: Prompt, index: int, *, seed: int) -> _Talk:
+        """A conversation whose observations are random tokens."""
+        return _Talk(self.vocabulary, np.random.default_rng((prompt.tokens.size, index, seed)))
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class _Talk:
+    """A conversation with it."""
+
+    def __init__(self, vocabulary: int, rng: np.random.Generator) -> None:
+        self.vocabulary, self.rng = vocabulary, rng
+        self.turns: list[Turn] = []
+        self.tokens = 0
+
+    def open(self) -> Future[Reply]:
+        """No tokens before the first turn."""
+        return self._reply(0)
+
+    def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
+        """Up to four random tokens."""
+        self.turns.append(Turn(begin=self.tokens, end=self.tokens + len(tokens), finish=finish))
+        self.tokens += len(tokens)
+        return self._reply(int(self.rng.integers(0, 5)))
+
+    def close(self, finish: Finish) -> Episode:
+        """The turns as they were drawn."""
+        return Episode(turns=tuple(self.turns))
+
+    def _reply(self, n: int) -> Future[Reply]:
+        self.tokens += n
+        reply: Future[Reply] = Future()
+        reply.set_result(Reply(tokens=self.rng.integers(0, self.vocabulary, size=n), limit=int(self.rng.integers(1, 4))))
+        return reply
