@@ -47,9 +47,13 @@ _ASIDE = re.compile(
 """Where an answer ends and the words about it begin."""
 _SENTENCE = re.compile(r"[.!?][*_]{0,3}\s+(?=\S)|<\||</s>")
 _CLOSED = re.compile(r"([*_`])[.!?]+$")
+_BOLD_SIDE = re.compile(r"(=\s*)\*\*([^*]+)\*\*(?=[.!?]*$)")
+"""Of an equation: 17 + 25 = **42**."""
 _DISPLAYS = {"\\[": "\\]", "$$": "$$", "```": "```"}
 _SPAN = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)")
 _VERB = re.compile(r"(?<=[\w$)}])\s+(?:is|are|was|equals)\s*:?\s+")
+_SO = re.compile(r"^(?:(?:so|thus|then|hence|therefore|sure)\b[\s,:.!]*)+(?=[^\n=]*=)", re.IGNORECASE)
+"""Words before an equation: So 17 + 25 = 42."""
 _BETWEEN_SPANS = re.compile(r"[\s,;]*(?:and|or)?[\s,;]*", re.IGNORECASE)
 _WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}")
 _FENCE = re.compile(r"```\w*\n([^`]*)```")
@@ -142,7 +146,7 @@ def find_answer(text: str, *, cut: bool = False) -> str | None:
         return tidy(last) or None
     if cut or len(text) > LONGEST_BARE or "\n" in text:
         return None
-    text = _without_aside(text)
+    text = _SO.sub("", _without_aside(text))
     return None if _is_prose(text) else tidy(text) or None
 
 
@@ -176,6 +180,9 @@ def marked(text: str, *, cut: bool = False) -> str | None:
     place = max(hashes, tag)
     if boxed and boxed[-1][0] >= place:
         answers = [boxed[-1][2]]
+        inner = next(boxes(answers[0]), None)
+        if inner is not None and answers[0].strip() == answers[0][inner[0] : inner[1]]:
+            answers[0] = inner[2]  # a box that holds nothing but a box
         for (_, end, content), (start, _, _) in zip(reversed(boxed[:-1]), reversed(boxed), strict=False):
             if start - end > APART or not _BETWEEN_BOXES.fullmatch(text, end, start):
                 break
@@ -274,7 +281,7 @@ def tidy(text: str) -> str:
     >>> tidy("**42**."), tidy("`42`"), tidy("“Paris”.")
     ('42', '42', 'Paris')
     """
-    text = _CLOSED.sub(r"\1", text.strip()).lstrip("*_`").rstrip("*_` .\t\n")
+    text = _CLOSED.sub(r"\1", _BOLD_SIDE.sub(r"\1\2", text.strip())).lstrip("*_`").rstrip("*_` .\t\n")
     if text.endswith("}") and text.count("{") < text.count("}"):  # of {"answer": 42}
         text = text[:-1].rstrip()
     if len(text) > 1 and text[0] in QUOTES and text[-1] in QUOTES:
