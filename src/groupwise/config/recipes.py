@@ -378,7 +378,7 @@ def _message(key: str, kind: str, value: Any, text: str = "") -> str:
         return f"{got} (write {value:.0f})"
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d_]*(\.[\d_]*)?", value) and "_" in value:
         return f"{got} (a number has no _: write {value.replace('_', '')})"
-    if kind == "string_type" and isinstance(value, (Mapping, list)):
+    if kind == "string_type" and isinstance(value, (Mapping, list)) and value:
         return f"{got} (braces and brackets have a meaning in YAML: write the text in quotes)"
     if isinstance(value, str) and setting.expected.startswith("one of "):
         choices = setting.expected.removeprefix("one of ").removesuffix(", or null").split(", ")

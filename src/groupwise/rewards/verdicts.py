@@ -151,7 +151,7 @@ def _in_words(text: str) -> bool:
     for part in parts:
         part = _labelled(part)[1]
         quantity = _quantity(part)
-        if quantity.node is not None and quantity.unit:
+        if quantity.node is not None and (quantity.unit or quantity.node.literal):
             continue
         bare = _COMMAND.sub(" ", _TEXT.sub(" ", part))
         for letters in _LETTERS.findall(bare):
@@ -459,6 +459,9 @@ _BASED = re.compile(
 _CURRENCY = re.compile(r"^([-+]?)\s*(?:(?:US|CA|AU|NZ|HK)?\s?[€£¥₹₩₽₿¢]|(?:USD|EUR|GBP|CHF|JPY|INR|CNY|RMB|Rs\.?)(?=[\s\d]))\s*")
 
 
+_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+
 @dataclass(frozen=True)
 class Quantity:
     """A number or expression with its unit."""
@@ -484,6 +487,10 @@ def _quantity(text: str) -> Quantity:
         inner, percent = inner.args[0], True
     if unit and (inner is None or (inner.symbols and "\\text" not in text) or (len(unit) == 1 and inner.kind == "sum")):
         return Quantity(node, rest=text)
+    scale, _, counted = unit.partition(" ")
+    if (times := _SCALES.get(scale.lower())) and inner is not None and inner.literal and inner.value is not None:
+        inner, unit = Node("number", value=inner.value * times, literal=True), counted
+        rest = str(inner.value)
     return Quantity(inner, unit, percent, rest)
 
 
@@ -560,7 +567,9 @@ def _by_library(gold: str, answer: str, library: Library) -> bool:
 
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?%?(?!\w)")
-_NEGATION = re.compile(r"\b(?:not|no|never|neither|without)\b|n['’]t\b", re.IGNORECASE)
+_NEGATION = re.compile(
+    r"\b(?:not|no|never|neither|without|hardly|at (?:least|most)|(?:more|less|fewer|greater) than)\b|n['’]t\b", re.IGNORECASE
+)
 _SIGNED = re.compile(r"[=+*^<>\\]|\d\s*/")
 _UNDONE = re.compile(r"\d\s*(?:[-+*]|\\times(?!\s*10\s*\^)|\\cdot(?!\s*10\s*\^)|\\div)\s*\d")
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")

@@ -106,7 +106,7 @@ FLAGS = (
     Flag(
         "tokens/trained",
         lambda v: v < 1,
-        "tokens were trained: no rewards differ within a group, or every completion is cut off and masked (group.truncated: mask)",
+        "nothing was trained: no rewards differ within a group, or every completion is cut off and masked (group.truncated: mask)",
         solved=True,
     ),
     Flag(
