@@ -533,7 +533,7 @@ def _refuse(reward: Reward, outcome: Outcome, batch: Completions) -> NoReturn:
     shown = "" if text is None else f", {text[:200]!r}"
     error = RewardError(describe_failure(reward.name, batch.labels, outcome) + shown)
     if not reward.spec.startswith(LIVE):
-        error.add_note("a file that has been repaired is another one: resume with accept_changes=True")
+        error.add_note("to resume from a saved step with a repaired file: accept_changes=True")
     raise error from outcome.cause
 
 
