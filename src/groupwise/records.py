@@ -506,6 +506,6 @@ class Step:
 
     def __repr__(self) -> str:
         """One line: the completions of a step are not printed."""
-        named = {name: self.metrics[name] for name in ("reward", "loss") if name in self.metrics} | (self.evaluation or {})
+        named = {name: self.metrics[name] for name in ("reward", "loss") if name in self.metrics} | dict(self.evaluation or {})
         figures = "".join(f", {name} {value:.4g}" for name, value in named.items() if "/half_width" not in name)
         return f"Step({self.number}{figures}, {len(self.groups)} groups, {len(self.metrics)} metrics)"

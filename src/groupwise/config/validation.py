@@ -641,8 +641,8 @@ def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
 
 def _wrong_options(place: str, part: Mapping[str, Any], names: Sequence[str]) -> Iterator[Finding]:
     """What is wrong with the keywords of a part; those of functions that are not ours are looked at when they are imported."""
-    name = part.get("name")
-    if name not in names:
+    name = _named(part)
+    if name is None or name not in names:
         return
     known = PART_OPTIONS.get(name, {})
     for key, value in part.items():

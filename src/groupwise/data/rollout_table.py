@@ -191,17 +191,17 @@ def check_values(table: pa.Table) -> None:
         if name in _NEVER_NULL and column.null_count:
             raise ValueError(f"its column {name} has gaps")
         if name in ("group", "index"):
-            bounds = pc.min_max(column).as_py()
+            bounds = pc.min_max(column).as_py()  # type: ignore[attr-defined]
             if bounds["min"] < 0 or bounds["max"] >= 1 << 31:
                 raise ValueError(f"its column {name} goes from {bounds['min']} to {bounds['max']}")
-        if (name == "reward" or kind == "rewards/") and pc.any(pc.is_inf(column)).as_py():
+        if (name == "reward" or kind == "rewards/") and pc.any(pc.is_inf(column)).as_py():  # type: ignore[attr-defined]
             raise ValueError(f"its column {name} has infinite numbers")
         if name in _OF_TOKENS or kind in _OF_TOKENS:
-            count = pc.list_value_length(column)
-            other = None if lengths is None else pc.not_equal(count, lengths[1])
+            count = pc.list_value_length(column)  # type: ignore[attr-defined]
+            other = None if lengths is None else pc.not_equal(count, lengths[1])  # type: ignore[attr-defined]
             if other is not None and name not in _NEVER_NULL:  # what was not computed has no numbers
-                other = pc.and_(other, pc.greater(count, 0))
-            if lengths is not None and pc.any(other).as_py():
+                other = pc.and_(other, pc.greater(count, 0))  # type: ignore[attr-defined]
+            if lengths is not None and pc.any(other).as_py():  # type: ignore[attr-defined]
                 raise ValueError(f"its columns {lengths[0]} and {name} have other numbers of tokens")
             lengths = lengths or ((name, count) if name in _NEVER_NULL else None)
 
@@ -236,8 +236,8 @@ def _text_bytes(column: pa.ChunkedArray) -> int:
     """Bytes of a column's texts, each as often as it stands there."""
     total = 0
     for chunk in column.chunks if pa.types.is_dictionary(column.type) and pa.types.is_string(column.type.value_type) else ():
-        lengths = pc.binary_length(chunk.dictionary).cast(pa.int64())
-        total += pc.sum(lengths.take(chunk.indices)).as_py() or 0
+        lengths = pc.binary_length(chunk.dictionary).cast(pa.int64())  # type: ignore[attr-defined]
+        total += pc.sum(lengths.take(chunk.indices)).as_py() or 0  # type: ignore[attr-defined]
     return total
 
 

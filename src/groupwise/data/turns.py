@@ -23,7 +23,7 @@ import numpy as np
 
 from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.sources import printable
-from groupwise.data.templates import MARK, OPEN, Messages, Template, unmarked
+from groupwise.data.templates import MARK, OPEN, Template, unmarked
 from groupwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Turns:
     def _template(self) -> Template:
         return Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
 
-    def _split(self, messages: Messages) -> tuple[str, str]:
+    def _split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         """The text of the token that ends the assistant's turn before `messages`, and what stands behind it.
 
         The former is empty where the template writes no such token.
@@ -199,7 +199,7 @@ class Turns:
             return named
         return {**said, "content": f"<think>\n{REASONING}\n</think>\n\n{said['content']}"}
 
-    def _chat(self, messages: Messages, *, tools: bool, gen: bool = False) -> Chat:
+    def _chat(self, messages: Sequence[Mapping[str, Any]], *, tools: bool, gen: bool = False) -> Chat:
         """A conversation in which the assistant does or does not call tools."""
         shown = self.tools or ([TOOL] if tools else None)
         return Chat(messages, "the next turn", add_generation_prompt=gen, tools=shown, variables=self.variables)
@@ -233,7 +233,7 @@ def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _unused(messages: Messages) -> str:
+def _unused(messages: Sequence[Mapping[str, Any]]) -> str:
     """A mark that no message holds."""
     told, number = str(messages), 0
     while (mark := f"{MARK}{number}" if number else MARK) in told:

@@ -195,7 +195,7 @@ class Talk:
         self._deadline = time.monotonic() + settings.episode_timeout
         if self._prompt.messages is None:
             raise EnvironmentFailure("conversations are chat messages, and the prompt is a plain string: set data.chat: true")
-        content = self._world.prompts.marked(list(self._prompt.messages))
+        content = self._world.prompts.marked([dict(message) for message in self._prompt.messages])
         assert not isinstance(content, str)
         self._written = content
         try:
@@ -274,7 +274,7 @@ class Talk:
         self._turns[-1] = replace(turn, answer="\n".join(message["content"] for message in answers))
         return self._continue(tokens[-1] if tokens else -1, answers)
 
-    def _continue(self, last: int, answers: Sequence[Mapping[str, Any]]) -> Reply:
+    def _continue(self, last: int, answers: Messages) -> Reply:
         """The reply after which the next turn is drawn."""
         self._messages += answers
         self._written += [self._world.template.shielded(answer) for answer in answers]

@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 KEPT = 1 << 16
 """Bytes that are kept of the end of what a program prints."""
@@ -19,8 +19,8 @@ def serve_programs() -> Callable[..., Any]:
 
 def run_program(command: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str, str]:
     """Its exit status, and the ends of what it has printed to its standard output and error.   text: its standard input."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    program = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    pipe = subprocess.PIPE
+    program = subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe)
     assert program.stdin is not None
     ends = [_End(stream) for stream in (program.stdout, program.stderr) if stream is not None]
     with contextlib.suppress(BrokenPipeError):  # it does not read all of it
@@ -36,7 +36,7 @@ def run_program(command: Sequence[str], environment: Mapping[str, str], text: st
 class _End(threading.Thread):
     """Reads a stream and keeps its end."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(daemon=True)
         self._stream, self.data = stream, bytearray()
         self.start()

@@ -99,7 +99,7 @@ def convert(file: Path, folder: Path) -> None:
     vocabulary = _check(file)
     try:
         tokenizer = _read_tokenizer(file, vocabulary)
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
             str(file.parent), gguf_file=file.name, dtype=torch.float32, output_loading_info=True
         )
     except torch.OutOfMemoryError:
@@ -140,7 +140,7 @@ class _Vocabulary:
 
 def _check(file: Path) -> _Vocabulary:
     """Raises ConfigError unless the file is one whole GGUF file with a tokenizer."""
-    from gguf import GGUFReader
+    from gguf import GGUFReader  # type: ignore[import-not-found]
 
     advice = "copy or fetch it again"
     with file.open("rb") as opened:

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
@@ -341,7 +341,10 @@ def make_policy(
     return policy if empty else with_facts(policy)
 
 
-def with_facts(policy: Policy) -> Policy:
+AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
+
+
+def with_facts(policy: AnyPolicy) -> AnyPolicy:
     """The policy that knows what only a model with numbers can be asked: the form of its logits, and what its attention sees.
 
     Raises ConfigError for a model that cannot be asked.

@@ -87,7 +87,7 @@ def prove(
     fields = kept.read(key)
     hits = comm.gather([fields is not None]) if policy.sharded else [fields is not None]
     if fields is not None and all(hits):
-        return Proof(**fields | {"before": True})
+        return replace(Proof(**fields), before=True)
     case = _Case(policy, longest, sampler, train, recompute)
     try:
         with filled_adapter(policy):

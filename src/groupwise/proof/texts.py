@@ -21,7 +21,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import readout, reads_tokens
 from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.proof.passes import Text
-from groupwise.records import Episode, Finish, Prompt, Sample, Sampling, Turn
+from groupwise.records import Episode, Finish, Prompt, Rollout, Sample, Sampling, Turn
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
@@ -137,7 +137,7 @@ def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int 
     prompts = [
         Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, ids in enumerate(prompts_of(policy, size, longest, seed))
     ]
-    groups = list(engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed))
+    groups: list[Sequence[Rollout]] = list(engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed))
     if size is FULL and not talks:  # one that is decoded alone; a small size has one that has waited for all others
         groups += engine.generate([replace(prompts[1], id="alone")], group_size=1, sampling=sampling, seed=seed)
     texts = []

@@ -163,9 +163,9 @@ def evaluate(
         verdict = verdict or (recipe.verdict if recipe is not None and rewards is None else None)
         judge = ends.enter_context(build_rewards(functions, columns=given, tokenizer=policy.tokenizer, verdict=verdict))
         samples = _first(k, recipe and recipe.eval.k, SAMPLES)
-        columns = breakdown_of(settings.task)
+        breakdown = breakdown_of(settings.task)
         found = judging.evaluate(
-            engine, judge, prompts, k=samples, sampling=sampling, seed=drawn, columns=columns, progress=progress
+            engine, judge, prompts, k=samples, sampling=sampling, seed=drawn, columns=breakdown, progress=progress
         )
         return EvalReport(path, _unfinished(path, model) + _about(origin, settings, judge.names, sampling), found)
 
