@@ -105,5 +105,5 @@ def test_the_search_works_in_a_page_opened_from_a_file(site: Path, chromium: Any
 
 def test_the_navigation_is_in_the_order_of_a_learner() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert nav[:2] == ["index.md", "first-hour.md"]
-    assert [next(iter(part)) for part in nav[2:]] == ["Learn GRPO", "How to", "Reference"]
+    assert nav[:3] == ["index.md", "first-hour.md", "real-model.md"]
+    assert [next(iter(part)) for part in nav[3:]] == ["Learn GRPO", "How to", "Reference"]

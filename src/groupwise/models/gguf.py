@@ -118,6 +118,7 @@ def convert(file: Path, folder: Path) -> None:
     del model.config.quantization_config
     model.hf_quantizer = None
     with storing(folder, "the converted model"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = new_folder(folder)
         try:
             model.save_pretrained(temporary)
