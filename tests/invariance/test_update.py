@@ -56,7 +56,7 @@ def gradient(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], **
     taught = {"teacher": teacher_of(policy, algorithm), "samples": samples}
     for batch in pack(samples, dtype=policy.dtype, **settings):  # type: ignore[arg-type]
         policy_loss(policy, algorithm, batch, entropy_tokens=tokens, critic=critic, **taught)[0].backward()
-    heads = {} if critic is None else {f"critic.{name}": p.grad.clone() for name, p in critic.head.named_parameters()}
+    heads = {} if critic is None else {"critic.weight": critic.head.weight.grad.clone()}  # no gradient moves its bias
     return heads | {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
 
