@@ -13,7 +13,6 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if not __debug__:
@@ -87,6 +86,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        # It imports `random`, which `python -m groupwise` finds in the working folder until `__main__` has run.
+        from importlib.metadata import version
+
         return version("groupwise")
     if name not in _WHERE:
         raise AttributeError(f"module 'groupwise' has no attribute {name!r}; it offers {', '.join(__all__)}")

@@ -56,6 +56,8 @@ def test_eval_says_what_the_run_said(there: Path, capsys: pytest.CaptureFixture[
     found = evaluate(RUN).evaluation.metrics()
     assert {name: done[name] for name in found} == found
     assert {"rewards/digits", "rewards/short", "greedy_reward"} <= set(found)
+    few = evaluate(RUN, limit=1)  # of one prompt a mean has no half width: JSON has no NaN
+    assert "NaN" not in few.to_json()
     assert main(["eval", RUN]) == 0
     said = capsys.readouterr().out
     assert "rows.jsonl, held out; rewards digits, short; at most 5 tokens; template 'Q: {prompt} A:'" in said
@@ -281,6 +283,7 @@ def shop(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("trl.yaml").write_text("num_generations: 4\nmax_steps: 3\n")
     Path("elsewhere").mkdir()
+    shutil.copytree(RUN, "runs/theirs")
     monkeypatch.setattr("builtins.input", lambda _: "")
     return Path.cwd()
 

@@ -24,14 +24,16 @@ def test_work_is_done_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyP
     def refuse(_: threading.Thread) -> NoReturn:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
+    monkeypatch.setattr(threads, "_idle", [])  # an idle thread would take the work
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert begin(lambda: threading.current_thread().name, "beside").result() == threading.current_thread().name
     with pytest.raises(ZeroDivisionError):
         begin(lambda: 1 / 0, "beside").result()
 
 
-def test_where_no_further_thread_is_allowed_nobody_goes_on_without_its_work() -> None:
+def test_where_no_further_thread_is_allowed_nobody_goes_on_without_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that is done at once, before what it waits for has begun, would wait for ever."""
+    monkeypatch.setattr(threads, "_idle", [])  # an idle thread would take the work
     before = threading.stack_size(1 << 47)  # more than a processor can address: the system refuses, as it does at its limit
     try:
         with pytest.raises(GroupwiseError, match=r"can't start new thread.*ulimit -u"):

@@ -63,15 +63,14 @@ class Evaluation:
         """Flat names, as the log keeps them under `eval/`.  What could not be computed has none."""
         named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at_k}
         named = (named if self.verdict is not None else {"greedy_reward": self.greedy_reward}) | {"reward": self.reward}
-        named = {name: estimate for name, estimate in named.items() if not math.isnan(estimate.mean)}
         flat = {name: estimate.mean for name, estimate in named.items()}
         flat |= {f"{name}/half_width": estimate.half for name, estimate in named.items()}
-        flat |= {f"rewards/{name}": estimate.mean for name, estimate in self.by_function.items() if not math.isnan(estimate.mean)}
+        flat |= {f"rewards/{name}": estimate.mean for name, estimate in self.by_function.items()}
         flat |= {"completions/mean_length": self.length, "completions/clipped_ratio": self.truncated}
         flat |= {f"rewards/{name}/none": share for name, share in self.none.items()}
         for column, shares in self.by_column.items():
             flat |= {f"greedy/{column}={value}": share for value, share in shares.items()}
-        return flat
+        return {name: value for name, value in flat.items() if not math.isnan(value)}
 
     def summary(self) -> dict[str, str]:
         """Label -> text, for tables."""

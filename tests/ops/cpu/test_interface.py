@@ -32,7 +32,7 @@ def test_every_structure_has_the_compilers_size_and_offsets(tmp_path: Path) -> N
     source.write_text(
         "#include <cstddef>\n#include <cstdio>\n#include \"kernels.h\"\nint main() {\n" + "\n".join(lines) + "\n}\n"
     )  # fmt: skip
-    subprocess.run([compiler, f"-I{FOLDER}", str(source), "-o", str(tmp_path / "sizes")], check=True, timeout=120)
+    subprocess.run([*compiler, f"-I{FOLDER}", str(source), "-o", str(tmp_path / "sizes")], check=True, timeout=120)
     told = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, check=True, timeout=60).stdout
     for line in told.splitlines():
         name, *numbers = line.split()
@@ -92,7 +92,7 @@ def test_a_library_that_lacks_a_function_is_not_taken(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("no C++ compiler")
     (tmp_path / "a.cpp").write_text('extern "C" int has_tiles() { return 0; }')
-    subprocess.run([compiler, "-shared", "-fPIC", str(tmp_path / "a.cpp"), "-o", str(tmp_path / "a.so")], check=True, timeout=120)
+    subprocess.run([*compiler, "-shared", "-fPIC", str(tmp_path / "a.cpp"), "-o", str(tmp_path / "a.so")], check=True, timeout=120)
     with pytest.raises(AttributeError):
         interface.declare(ctypes.CDLL(str(tmp_path / "a.so")))
 
