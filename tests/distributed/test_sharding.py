@@ -260,6 +260,7 @@ def test_x1_x2_an_index_that_holds_anything_else_is_refused_and_nothing_runs(wha
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_c3_a_flipped_bit_in_a_shard_is_found_before_it_is_read(name: str, shard_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
     temporary = checkpoint.begin(tmp_path / "run", 7, 0)
     assert temporary is not None
     (shard_folder).rename(temporary / "trainer" / "shards")

@@ -105,6 +105,9 @@ class Anchored:
     chosen_logp: np.ndarray
     rejected_logp: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.pair)
+
 
 def anchored(reference: Policy, pairs: Sequence[Pair], *, budget: int) -> list[Anchored]:
     """Pairs with the log-probs of `reference` as it is now."""
