@@ -111,7 +111,7 @@ def prompts(count: int = 13) -> list[Prompt]:
 
 
 def reward_of(rollout: Rollout) -> float | None:
-    """By what was sampled: every fourth prompt gives a dead group, every seventh completion or so is unscorable."""
+    """By what was sampled: every fourth prompt gives a group of equal rewards, every seventh completion or so is unscorable."""
     if int(rollout.prompt.id) % 4 == 0:
         return 1.0
     word = zlib.crc32(rollout.tokens.tobytes())
@@ -160,6 +160,7 @@ def online(
             **step.metrics,
             "tokens": tokens_of(step.groups),
             "unscorable": sum(int(np.isnan(group.reward).sum()) for group in step.groups),
+            "alike": sum(bool(np.ptp(group.reward) == 0) for group in step.groups),
         }
         for step in train_online(
             policy,
