@@ -52,8 +52,8 @@ TURNS = 16
 takes longer by as much, and turns that began together would all end, and wait for their answers, together."""
 
 TOKENS_PER_SYNC = {"cpu": 1, "cuda": 8}
-"""Tokens that rows draw on a device before the host looks at any: it waits for a GPU once instead of eight times.  What a row draws
-behind its end is dropped."""
+"""Tokens that rows draw before the host looks at any, on a CPU and on any other device: it waits for a GPU once instead of eight
+times.  What a row draws behind its end is dropped."""
 
 
 class ModuleForward:
@@ -427,7 +427,7 @@ class _Run:
         if many is not None:
             return self._steps(many)
         # Truncation reads back at every token; nobody may draw beyond its limit, where capacity ends.
-        most = 1 if self.sampling.truncates else TOKENS_PER_SYNC[self.device.type]
+        most = 1 if self.sampling.truncates else TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
         steps = min(most, min(row.left for row in self.live))
         drawn = self.decode.draw(self.token_R, self.uniform_RT, steps)
         self.token_R = drawn[-1].token_R
