@@ -379,8 +379,8 @@ def unfinished(folder: Path) -> str | None:
         if not name.endswith(EDITED):
             try:
                 run.verify(name)
-            except RunError as error:
-                return str(error)
+            except RunError:  # its remedies are not for a file that is made again
+                wrong = "is not what the run wrote" if file.exists() else "is missing"
         elif not file.is_file() or not file.stat().st_size:
             wrong = "is missing or empty"
         elif name.endswith(".json") and not _is_json(file):

@@ -25,9 +25,11 @@ def cache_folder() -> Path:
 
 @cache
 def _own_folder() -> Path:
-    """Where the cache cannot be written: a folder for this process."""
-    folder = files.temporary_folder("cache")
+    """Where the cache cannot be written: a folder for this process.  It is inside of the temporary one, whose lock is taken."""
+    temporary = files.temporary_folder("cache")
     import atexit
 
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    folder = temporary / "groupwise"
+    folder.mkdir(mode=0o700)
     return folder
