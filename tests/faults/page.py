@@ -26,7 +26,7 @@ What is promised, and tested there:
   final model is whole.
 - **One message, one exit code, no traceback** (`--debug` shows it): 2 recipe or data, 1 reward, 4 diverged, 5 checkpoint, 6 disk, 7 engine,
   8 another process, 9 memory, 130 Ctrl-C, 128 + N after signal N (143 SIGTERM), 141 where nobody reads the output any more.
-- **Secrets stay out** of the run folder, logs and messages, by name, by shape, and by what the environment holds. Text that others wrote is
+- **Secrets stay out** of the run folder, logs and messages, by name, and by what the environment holds. Text that others wrote is
   shown with its control characters as escapes.
 - **No pickle is run**: checkpoints are safetensors and JSON; the index of sharded ones is read by an unpickler that knows an index's classes
   only, after every byte was verified.
