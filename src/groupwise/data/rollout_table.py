@@ -1,4 +1,4 @@
-"""Steps as tables, written and read: the format of a run's Parquet files, and of groups sent between processes.
+"""Steps as tables, written and read: the format of a run's Parquet files, and of groups in its checkpoints.
 
 Importing this file does not import torch.
 """

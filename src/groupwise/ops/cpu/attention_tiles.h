@@ -236,22 +236,22 @@ static void backward_tiles(const T *q, const T *k, const T *v, const T *out, con
                     tile_kernel<PARTS>(keys.keys(t), q_d, wide / DEPTH, score, PAIR, false);
                     tile_kernel<PARTS>(values.keys(t), g_d, wide / DEPTH, score_grad, PAIR, false);
                     for (long r = 0; r < PAIR; r += 2) {
-                        Vec weight[2][2], transposed[2][2];  // row, half
+                        Vec weight[2][2], slope[2][2];  // row, half
                         for (int row = 0; row < 2; row++)
                             for (int half = 0; half < 2; half++) {
                                 long at = (r + row) * PAIR + half * TILE;
                                 Vec p = exponential(load(score + at) * scale - level[half]);
                                 if (t + r + row > seen) p = select(lanes() + half * (int)TILE >= (int)(t + r + row - seen), p, all(0.0f));
                                 weight[row][half] = p;
-                                transposed[row][half] = p * (load(score_grad + at) - less[half]);
+                                slope[row][half] = p * (load(score_grad + at) - less[half]);
                             }
                         for (int row = 0; row < 2; row++) {
                             long tile = (r + row) / TILE * ONE;
                             store_row<PARTS>(weight[row][0], weight[row][1], weight_rows + tile, (r + row) % TILE);
-                            store_row<PARTS>(transposed[row][0], transposed[row][1], score_grad_rows + tile, (r + row) % TILE);
+                            store_row<PARTS>(slope[row][0], slope[row][1], score_grad_rows + tile, (r + row) % TILE);
                         }
                         for (int half = 0; half < 2; half++)
-                            store_pairs<PARTS>(transposed[0][half], transposed[1][half], score_grads + (half * blocks + t / PAIR) * ONE, r / 2);
+                            store_pairs<PARTS>(slope[0][half], slope[1][half], score_grads + (half * blocks + t / PAIR) * ONE, r / 2);
                     }
                     for (long d = 0; d < wide; d += PAIR) {
                         Tiles grads = {g_q.from + d / TILE * ONE, ONE, ONE}, queries = {q_q.from + d / TILE * ONE, ONE, ONE};

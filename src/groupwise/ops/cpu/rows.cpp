@@ -103,7 +103,7 @@ extern "C" void rms_norm_backward(int x_half, int grad_half, const void *x, cons
     });
 }
 
-// Pairs (i, i + width/2) of every head transposed by the position's angle; sign -1: transposed back.  x: (T, heads, width), with steps.
+// Pairs (i, i + width/2) of every head rotated by the position's angle; sign -1: rotated back.  x: (T, heads, width), with steps.
 extern "C" void rotate(int half, const void *x, long token_step, long head_step, const float *cosine, const float *sine, void *out,
                        long tokens, long heads, long width, float sign, int threads) {
     typed(half, half, [=](auto zero, auto) {
