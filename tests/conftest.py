@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,6 +67,18 @@ def signals_are_left_alone() -> Iterator[None]:
     for number in changed:
         signal.signal(number, before[number])
     assert not changed, "a handler is left: the test did not close what it started"
+
+
+@pytest.fixture(autouse=True)
+def users_modules_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Files of the same name in the folders of two tests are two modules."""
+    path, modules = [*sys.path], {*sys.modules}
+    yield
+    sys.path[:] = path
+    for name in {*sys.modules} - modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and Path(file).is_relative_to(tmp_path_factory.getbasetemp()):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -81,15 +80,12 @@ def test_a_surrogate_of_ones_own_declares_that_it_is_token_by_token(random_terms
 
 
 @pytest.fixture
-def resolved(tmp_path, monkeypatch, request) -> Callable[..., Algorithm]:
+def resolved(tmp_path, monkeypatch) -> Callable[..., Algorithm]:
     """`resolved(text, **group)`: a recipe's algorithm beside a file `my_parts.py` with this text."""
-
-    path = tuple(sys.path)
 
     def make(text: str, **group: object) -> Algorithm:
         (tmp_path / "my_parts.py").write_text(text)
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "path", [*path])  # without the folders of other tests, in which a `my_parts` would be found first
         return resolve("grpo", GroupSettings(group_size=2, **group), 8)  # type: ignore[arg-type]
 
     return make
