@@ -290,52 +290,6 @@ def rooms_table() -> str:
     return "\n".join(lines)
 
 
-def tree() -> str:
-    """Every source file with the first sentence of its docstring, upstream first."""
-    lines = ["src/groupwise/"]
-    for name in ("records.py", "errors.py", *rooms(), "__init__.py", "__main__.py"):
-        lines += branch(PACKAGE / name, 2)
-    return "\n".join(["```text", *lines, "```"])
-
-
-def public_table() -> str:
-    """The functions and classes of each package that other packages import, or use through the module that they import."""
-    used: dict[str, set[str]] = {name: set() for name in rooms()}
-    for path in PACKAGE.rglob("*.py"):
-        home = path.relative_to(PACKAGE).parts[0]
-        whole = ast.parse(path.read_text(encoding="utf-8"))
-        modules: dict[str, tuple[str, ...]] = {}
-        for node in ast.walk(whole):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("groupwise."):
-                _, room, *rest = str(node.module).split(".")
-                for alias in node.names:
-                    found = (*rest, alias.name)
-                    if room not in used or room == home:
-                        continue
-                    if (PACKAGE / room / ("/".join(found) + ".py")).exists():
-                        modules[alias.asname or alias.name] = (room, *found)
-                    else:
-                        used[room].add(".".join(found))
-        for node in ast.walk(whole):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-                room, *rest = modules[node.value.id]
-                used[room].add(".".join((*rest, node.attr)))
-    lines = ["| package | what others use of it |", "|---|---|"]
-    return "\n".join(
-        [*lines, *(f"| `{room}` | {', '.join(f'`{name}`' for name in sorted(names))} |" for room, names in used.items() if names)]
-    )
-
-
-def branch(path: Path, indent: int) -> list[str]:
-    """The lines of a file, or of a folder and what is in it."""
-    label = " " * indent + path.name
-    if path.is_file():
-        return [f"{label:<32}{sentence(path)}"]
-    inside = [entry for entry in sorted(path.iterdir()) if entry.suffix == ".py" or (entry / "__init__.py").exists()]
-    below = [line for entry in inside if entry.name != "__init__.py" for line in branch(entry, indent + 2)]
-    return [f"{label + '/':<32}{sentence(path / '__init__.py')}", *below]
-
-
 def sentence(path: Path) -> str:
     """The first sentence of a file's docstring."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
@@ -559,8 +513,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "rewards": rewards_table,
     "explain": explain_block,
     "rooms": rooms_table,
-    "tree": tree,
-    "public": public_table,
     "balance": balance_table,
     "parallel": parallel_table,
 }

@@ -85,18 +85,9 @@ def test_the_root_holds_four_files_and_the_packages() -> None:
     assert {part_of(name) for name in FILES} <= set(ROOMS), "a package without a place in the order"
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if (SOURCE / room).is_dir()])
-def test_a_package_says_what_it_is_for(room: str) -> None:
-    """In its `__init__`: what it is for, what comes in, what goes out."""
-    said = ast.get_docstring(TREES[f"{room}.__init__"]) or ""
-    assert "In: " in said and "Out: " in said, f"{room}/__init__.py says not what comes in and goes out"
-    assert len(said.splitlines()) <= 12
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_imports_point_upstream(name: str) -> None:
-    wrong = {module for module in own_imports(name) if room_of(module) > room_of(name)}
-    assert not wrong, f"{name} imports from downstream: {wrong}"
+def test_imports_point_upstream() -> None:
+    wrong = [(name, module) for name in FILES for module in own_imports(name) if room_of(module) > room_of(name)]
+    assert not wrong
 
 
 def test_only_the_model_reward_imports_models_and_only_when_it_runs() -> None:
@@ -187,27 +178,29 @@ def test_the_command_and_the_configuration_need_no_torch() -> None:
     assert found.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_broad_excepts_say_why(name: str) -> None:
+def test_broad_excepts_say_why() -> None:
     """`except Exception` needs its reason on the line or inside; one that only cleans up and raises again needs none."""
-    lines = FILES[name].read_text(encoding="utf-8").splitlines()
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None, f"{name}:{node.lineno}: bare except"
-            if isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"):
+    wrong = []
+    for name, path in FILES.items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in (node for node in ast.walk(TREES[name]) if isinstance(node, ast.ExceptHandler)):
+            if node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"):
                 raises = any(isinstance(child, ast.Raise) for statement in node.body for child in ast.walk(statement))
                 body = lines[node.lineno - 2 : node.body[-1].end_lineno]
-                assert raises or any("#" in line for line in body), f"{name}:{node.lineno}: a broad except without its reason"
+                if not raises and not any("#" in line for line in body):
+                    wrong.append(f"{name}:{node.lineno}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_library_prints_nothing(name: str) -> None:
-    if part_of(name) in ("cli", "__main__"):
-        return
+def test_the_library_prints_nothing() -> None:
     calls = [
-        node.lineno for node in ast.walk(TREES[name]) if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
+        f"{name}:{node.lineno}"
+        for name in FILES
+        if part_of(name) not in ("cli", "__main__")
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
     ]
-    assert not calls, f"{name}: print in lines {calls}"
+    assert not calls
 
 
 def test_docstrings_name_what_there_is() -> None:
@@ -244,13 +237,6 @@ def test_docstrings_name_what_there_is() -> None:
 
 EXAMPLES = {"path/to/file.py", "my_rewards.py", "my_env.py", "file.py"}
 """Files of a user's, in docstrings."""
-
-
-def test_the_loop_fits_on_one_screen() -> None:
-    for module, function in (("training.online", "train_online"), ("training.offline", "train_offline")):
-        (node,) = (node for name, node in functions(module) if name == f"{module}.{function}")
-        assert node.end_lineno is not None
-        assert node.end_lineno - node.lineno + 1 <= 60, f"{function} has {node.end_lineno - node.lineno + 1} lines"
 
 
 WRITES = {
@@ -313,46 +299,20 @@ def test_no_code_compares_an_engines_name() -> None:
                 assert not names & set(ENGINES), f"{name}:{getattr(node, 'lineno', node)} compares {names & set(ENGINES)}"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_public_names_are_documented(name: str) -> None:
-    assert ast.get_docstring(TREES[name]) or name.endswith("__init__"), f"{name} has no docstring"
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"
-    for full, node in functions(name):
-        parts = full.removeprefix(f"{name}.").split(".")
-        if any(ast.unparse(decorator).endswith("overload") for decorator in node.decorator_list):
-            continue  # the implementation below says it
-        # What `forward` and `backward` of a module or an autograd function do is said by its class.
-        if not any(part.startswith("_") for part in parts) and parts[-1] not in ("forward", "backward"):
-            assert ast.get_docstring(node), f"{full} has no docstring"
-
-
-def test_the_architecture_page_names_every_file() -> None:
-    page = ROOT / "docs" / "architecture.md"
-    tree = page.read_text(encoding="utf-8")
-    missing = [
-        str(path.relative_to(SOURCE))
-        for path in FILES.values()
-        if path.name != "__init__.py" and not re.search(rf"^[\s│├└─]*{re.escape(path.name)}\s+\S", tree, re.MULTILINE)
-    ]
-    assert not missing, f"docs/architecture.md has no line for (make docs) {missing}"
-
-
-@pytest.mark.parametrize(
-    "table", ["runs.engines.ENGINES", "data.tasks.TASKS", "algorithms.registry.PARTS", "training.objectives.OBJECTIVES"]
-)
-def test_the_architecture_page_names_both_rows_of_what_is_built_in(table: str) -> None:
-    """A table of what is built in, and the names in `config` that a recipe is checked against: one alone is refused."""
-    module, _, name = table.rpartition(".")
-    second, home = {"OBJECTIVES": "DATASET"}.get(name, name), "engines" if name == "ENGINES" else "settings"
-    path = FILES.get(module, FILES.get(f"{module}.__init__"))
-    assert path is not None
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    (row,) = (line for line in page.splitlines() if f"`{name}` " in line and f"](../{path.relative_to(ROOT)})" in line)
-    assert f"`{second}` of [config/{home}.py](../src/groupwise/config/{home}.py)" in row
-    for file, wanted in ((path, name), (FILES[f"config.{home}"], second)):
-        assert re.search(rf"^{wanted}(: .*)? = ", file.read_text(encoding="utf-8"), re.MULTILINE), f"{file} has no {wanted}"
+def test_public_names_are_documented() -> None:
+    wrong = [name for name in FILES if not ast.get_docstring(TREES[name]) and not name.endswith("__init__")]
+    for name in FILES:
+        for node in ast.walk(TREES[name]):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+                wrong.append(f"{name}.{node.name}")
+        for full, node in functions(name):
+            parts = full.removeprefix(f"{name}.").split(".")
+            # An overload's implementation speaks for it; `forward` and `backward` are described by their class.
+            overload = any(ast.unparse(decorator).endswith("overload") for decorator in node.decorator_list)
+            public = not any(part.startswith("_") for part in parts) and parts[-1] not in ("forward", "backward")
+            if public and not overload and not ast.get_docstring(node):
+                wrong.append(full)
+    assert not wrong
 
 
 def test_nothing_names_a_machine() -> None:
