@@ -22,8 +22,8 @@ What is promised, and tested there:
   saved first, on one process or on many; the message says where, and what to do.
 - **Resuming mixes nothing.** A changed recipe, a changed data file, a changed reward file, a stage that was trained again, other weights in
   the folder of a teacher, of a critic or under an adapter: each is named and refused; `--accept-changes` continues where the recipe is
-  still the same. Of files and folders that arguments name (a reward may write to them) a warning tells. "Finished" is believed only if the
-  final model is whole.
+  still the same. A change of a file that arguments name only warns: a reward may write to it. What a file of code imports is not looked
+  at. "Finished" is believed only if the final model is whole.
 - **One message, one exit code, no traceback** (`--debug` shows it): 2 recipe or data, 1 reward, 4 diverged, 5 checkpoint, 6 disk, 7 engine,
   8 another process, 9 memory, 130 Ctrl-C, 128 + N after signal N (143 SIGTERM), 141 where nobody reads the output any more.
 - **Secrets stay out** of the run folder, logs and messages, by name, and by what the environment holds. Text that others wrote is

@@ -1,32 +1,29 @@
-"""The inputs of a run beside its recipe: the content of its data, of its own code and of the models of earlier stages.
+"""The inputs of a run beside its recipe: the contents of the files that the recipe names.
 
-A recipe names files, and a file can change while its name stays.  Digests of their content are written to the run folder
-(`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.
-Own code is whatever a setting names as `module:NAME` or `file.py:NAME`, with the own files that it imports (`user_code.py`).
-Of an object of the running program only the name counts.
-Files and folders that arguments name are looked at too, but a reward may write to them: of their changes a warning tells.
+A recipe names files, and a file can change while its name stays.  Digests of their contents are written to the run folder
+(`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.  Inputs are
+data files, the file behind each `module:NAME` or `file.py:NAME`, and weights that no checkpoint holds.  Of an object of the running
+program only the name counts, and what a file of code imports is not looked at.  A reward may write to a file that its arguments
+name: its changes are warned of.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
-import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.live_objects import Live, short_digest
-from groupwise.config.recipes import run_folder
-from groupwise.config.settings import PARTS, Recipe
+from groupwise.config.live_objects import LIVE, Live
+from groupwise.config.settings import Recipe
 from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
-from groupwise.runs import user_code
 from groupwise.runs.folder import model_digest
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
@@ -43,71 +40,91 @@ the fingerprint of a hub's data set, the digests of a finished stage's weights."
 
 
 def inputs_of(recipe: Recipe) -> Inputs:
-    """The inputs of a recipe whose `stage:NAME` are folders and files already.  What is not found is left to those who read it."""
-    found = [*_all(recipe), *_of_arguments(recipe)]
-    return {key: {"source": redacted(source), **content} for key, (source, content) in found if content is not None}
+    """The inputs of a recipe whose `stage:NAME` are folders and files already.  Files that are not there are left out."""
+    named = [*_data_files(recipe), *_models(recipe), *_code(recipe), *_of_arguments(recipe)]
+    return {key: {"source": redacted(source), **content} for key, source, content in named if content is not None}
 
 
-def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
-    data = recipe.data
-    replay, shown = recipe.reward_model.replay, recipe.teacher.demonstrations
+Named = Iterator[tuple[str, str, dict[str, Any] | None]]
+"""Dotted key, what it names, and what that holds; None where nothing is there."""
+
+
+def _data_files(recipe: Recipe) -> Named:
+    data, replay, shown = recipe.data, recipe.reward_model.replay, recipe.teacher.demonstrations
     sources = {
-        "data.path": data.path,
-        "data.eval_path": data.eval_path,
-        "reward_model.replay.path": replay and replay.path,
-        "teacher.demonstrations.path": shown and shown.path,
+        "data.path": (data.path, data.split),
+        "data.eval_path": (data.eval_path, data.eval_split),
+        "reward_model.replay.path": (replay and replay.path, data.split),
+        "teacher.demonstrations.path": (shown and shown.path, data.split),
     }
-    for key, source in sources.items():
+    for key, (source, split) in sources.items():
         if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them
-            yield key, (source, _data(source, data.split if key != "data.eval_path" else data.eval_split))
+            yield key, source, _data(source, split)
+
+
+def _models(recipe: Recipe) -> Named:
+    """Weights that are read again on resume.  Checkpoints hold all weights of a policy without an adapter."""
     adapted = recipe.model.lora is not None
     for key, path in (("model", recipe.model.path), ("critic", recipe.critic.path), ("teacher", recipe.teacher.path)):
-        if path is not None and not isinstance(path, Live):  # of a policy without an adapter checkpoints hold all weights
-            yield f"{key}.path", (path, _weights(path) if key != "model" or adapted else _stage(path))
+        if path is not None and not isinstance(path, Live):
+            yield f"{key}.path", path, _weights(path) if key != "model" or adapted else _stage(path)
     if (template := recipe.model.chat_template) is not None:
-        yield "model.chat_template", (template, _file(template))
-    given = recipe.environment
-    factories = given.factory if isinstance(given.factory, Mapping) else {"": given.factory} if given.factory else {}
-    code: dict[str, Any] = {f"environment.tools.{place}": tool for place, tool in enumerate(given.tools)}
-    code |= {f"environment.factory.{name}".rstrip("."): factory for name, factory in factories.items()}
-    code |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
-    for part in PARTS:
-        chosen = getattr(recipe.group, part)
-        code[f"group.{part}"] = chosen.get("name") if isinstance(chosen, Mapping) else chosen
-    code |= {"environment.harness": given.harness}
-    told = {*sources, *code, *(f"{key}.name" for key in code)}
-    code |= {key: text for key, text in _texts("", recipe) if key not in told}
-    for key, function in code.items():
-        if isinstance(function, str):
-            yield from _code(key, function)
+        yield "model.chat_template", template, _file(template)
 
 
-def _of_arguments(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
-    """What arguments name: with `warns`, but for the models of stages."""
-    arguments = {f"rewards.{place}.args": reward.args for place, reward in enumerate(recipe.rewards)}
+def _code(recipe: Recipe) -> Named:
+    for key, text in _texts("", recipe):
+        if (file := code_file(text)) is not None:
+            yield key, text, _file(str(file))
+
+
+def code_file(text: str) -> Path | None:
+    """The file of `file.py:NAME` or `module:NAME`, without importing it; None if the text names none.
+
+    >>> code_file("json.decoder:JSONDecoder").name, code_file("ws://host:1"), code_file("accuracy")
+    ('decoder.py', None, None)
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier() or text.startswith(LIVE):
+        return None
+    if place.endswith(".py"):
+        candidates = [expanded(place)]
+    elif all(part.isidentifier() for part in place.split(".")):
+        candidates = _module_files(place)
+    else:
+        candidates = []
+    try:
+        return next((file for file in candidates if file.is_file()), None)
+    except (OSError, ValueError):  # no path at all: a text that is too long, or with a NUL in it
+        return None
+
+
+def _module_files(module: str) -> list[Path]:
+    """Where a module's file may lie: the packages above it are not imported."""
+    first, *inner = module.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError, AttributeError):  # `__main__` has none
+        spec = None
+    loaded = getattr(sys.modules.get(module), "__file__", None)
+    if loaded is not None:
+        return [Path(loaded)]
+    if spec is not None and not inner:
+        return [Path(spec.origin)] if spec.origin is not None else []
+    roots = [Path.cwd() / first] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
+    return [file for root in roots for file in (root.joinpath(*inner, "__init__.py"), Path(f"{root.joinpath(*inner)}.py"))]
+
+
+def _of_arguments(recipe: Recipe) -> Named:
+    """Files that arguments name, with `warns`, and folders of models."""
+    arguments: dict[str, Any] = {f"rewards.{place}.args": reward.args for place, reward in enumerate(recipe.rewards)}
     arguments |= {"data.task_args": recipe.data.task_args, "environment.args": recipe.environment.args}
     arguments |= {"rollout.engine.args": recipe.rollout.engine.args}
     arguments |= {"environment.harness": recipe.environment.harness} if isinstance(recipe.environment.harness, tuple) else {}
-    own = run_folder(recipe).resolve()
-    for key, value in arguments.items():
-        for place, text in _texts(key, value):
-            written = _WRITTEN.intersection(re.split(r"[^a-z0-9]+", place.rpartition(".args.")[2].lower()))
-            if written or not re.search(r"[/\\.]", text):  # a word alone is no path
-                continue
-            if (stage := _stage(text)) is not None:
-                yield place, (text, stage)
-            elif (content := _file(text, LARGE) or _folder(text, own)) is not None:
-                yield place, (text, content | {"warns": True})
-
-
-_WRITTEN = frozenset(
-    ["cache", "caches", "log", "logs", "out", "output", "outputs", "save", "saves", "temp", "tmp", "workdir", "write"]
-)
-"""Words in the name of an argument that names what is written to: nothing is said of its changes."""
-LARGE = 1 << 26
-"""Bytes of a file that an argument names, above which its size and time stand for its content."""
-ENTRIES = 4096
-"""Files of a folder that are looked at, in the order of their names within each folder."""
+    for key, text in _texts("", arguments):
+        if not {"/", ".", "\\"}.isdisjoint(text):  # a word alone is no path
+            content = _file(text)
+            yield key, text, _weights(text) if content is None else content | {"warns": True}
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -133,46 +150,12 @@ def _data(source: str, split: str) -> dict[str, Any] | None:
         return None
 
 
-def _file(path: str, large: int | None = None) -> dict[str, Any] | None:
-    """large: bytes above which a file is known by its size and time, not by its content."""
+def _file(path: str) -> dict[str, Any] | None:
     try:
         file = expanded(path)
-        if not file.is_file():
-            return None
-        state = file.stat()
-        if large is not None and state.st_size > large:
-            return {"size": state.st_size, "mtime_ns": state.st_mtime_ns}
-        return {"size": state.st_size, "xxh3_128": files.digest(file)}
+        return {"size": file.stat().st_size, "xxh3_128": files.digest(file)} if file.is_file() else None
     except (OSError, ValueError):  # no path at all: a text that is too long, or with a NUL in it
         return None
-
-
-def _folder(path: str, own: Path) -> dict[str, Any] | None:
-    """Number and size of a folder's first `ENTRIES` files and one digest of their names, sizes and times, hidden ones left out.
-
-    None for one that is worked in: it holds the run's own folder or lies in it, or holds the working directory.
-    """
-    try:
-        folder = expanded(path).resolve()
-        if not folder.is_dir() or folder.is_relative_to(own):
-            return None
-        if any(place.is_relative_to(folder) for place in (own, Path.cwd().resolve(), Path.home().resolve())):
-            return None
-        states = [(str(file.relative_to(folder)), file.stat()) for file in islice(_walked(folder), ENTRIES)]
-        parts = [f"{name} {state.st_size} {state.st_mtime_ns}".encode() for name, state in states]
-        return {"files": len(states), "size": sum(state.st_size for _, state in states), "digest": short_digest(parts)}
-    except (OSError, ValueError):
-        return None
-
-
-def _walked(folder: Path) -> Iterator[Path]:
-    for here, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not _hidden(name))
-        yield from (Path(here, name) for name in sorted(names) if not _hidden(name) and Path(here, name).is_file())
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__pycache__"
 
 
 def _stage(path: str) -> dict[str, Any] | None:
@@ -199,14 +182,6 @@ def _weight_files(path: str) -> list[Path]:
     folder = expanded(checkpoint_folder(path))
     own = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")])
     return [*own, *_weight_files(read_adapter(folder))] if (folder / ADAPTER_CONFIG).is_file() else own
-
-
-def _code(key: str, function: str) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
-    """The file of `file.py:function` or `module:function`, and the own files that it imports."""
-    if not isinstance(function, Live) and (file := user_code.file_of(function)) is not None:
-        yield key, (function, _file(str(file)))
-        for name, path in user_code.imported_files(file).items():
-            yield f"{key} imports {name}", ("", _file(str(path)))
 
 
 def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
