@@ -286,7 +286,7 @@ class Case:
     def _data(self, folder: Path, objective: str) -> dict[str, Any]:
         rng = self.rng
         if rng.random() < 0.12:
-            tasks = ["addition", "sums", "preferences", "calculator", "guessing", "sorting", "nosuch"]
+            tasks = ["addition", "sums", "preferences", "calculator", "guessing", "sums", "nosuch"]
             return {"task": rng.choice(tasks), "limit": 8, "eval_limit": 2}
         fitting = FITTING.get(objective, ("text", "text", "messages", "json", "question"))
         form = rng.choice(fitting) if rng.random() < 0.85 else rng.choice(FORMS)

@@ -199,20 +199,14 @@ def test_the_recipes_of_a_chat_model_run_and_show_their_answers(
     assert shown.count("before training  reward") == shown.count("step 2           reward") == 3
 
 
-REWARD = {"sums": "accuracy", "countdown": "groupwise.data.tasks.countdown:solved", "sorting": "exact"}
-"""Of the tasks that no recipe uses."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("task", REWARD)
-def test_the_other_tasks_train(task: str, tmp_path: Path) -> None:
+def test_the_task_that_no_recipe_uses_trains(tmp_path: Path) -> None:
     """A few steps of SFT and GRPO; the weights move, every reward is a number."""
     recipe = {
         "name": "try",
         "model": {"scratch": {"context": 256}},
-        "data": {"task": task, "chat": True},
-        "rewards": [{"function": REWARD[task]}],
-        "verdict": REWARD[task].rpartition(":")[2],
+        "data": {"task": "sums", "chat": True},
+        "rewards": [{"function": "accuracy"}],
         "rollout": {"max_new_tokens": 30},
         "optimizer": {"lr": 1e-3},
         "stages": {

@@ -145,8 +145,6 @@ REWARDS = (
 TASKS = (
     "addition",
     "sums",
-    "countdown",
-    "sorting",
     "arithmetic",
     "gsm8k_arithmetic",
     "preferences",
@@ -232,8 +230,8 @@ class DataSettings:
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences,
-    calculator, guessing), or one of your own, `file.py:NAME` or `module:NAME`."""
+    """Instead of `path`: a built-in task (addition, sums, arithmetic, gsm8k_arithmetic, preferences, calculator,
+    guessing), or one of your own, `file.py:NAME` or `module:NAME`."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)

@@ -46,6 +46,9 @@ _ASIDE = re.compile(
 )
 """Where an answer ends and the words about it begin."""
 _SENTENCE = re.compile(r"[.!?][*_]{0,3}\s+(?=\S)|<\||</s>")
+_TAKEN_BACK = re.compile(r"(?:no|wait|actually|sorry)\b\s*[-,.:!\u2013\u2014]", re.IGNORECASE)
+"""Begins the sentence that takes an answer back: No, 41."""
+_FINISHED = re.compile(r"\n|[.!?][*_`]{0,3}\s")
 _CLOSED = re.compile(r"([*_`])[.!?]+$")
 _BOLD_SIDE = re.compile(r"(=\s*)\*\*([^*]+)\*\*(?=[.!?]*$)")
 """Of an equation: 17 + 25 = **42**."""
@@ -122,20 +125,25 @@ def find_answer(text: str, *, cut: bool = False) -> str | None:
     "Answer"; else a last line that is all bold or code.  Without a mark the whole text is the answer if it is one line of at most
     100 characters and a handful of words.
 
-    cut: the completion ended at the token limit.  Then only a marked answer is one, and a box or tag that is not closed is none.
+    An answer that is said as a question, or that the next sentence takes back, is none.
+
+    cut: the completion ended at the token limit.  Then only a marked answer is one.  A box or tag that is not closed is none.  Nor
+    is what is said in the last sentence: "The answer is 4" may have gone on to 42.
 
     >>> find_answer(r"<think>maybe \boxed{3}</think> It is \boxed{4}.")
     '4'
     >>> find_answer("2 + 2 = 4\n#### 4"), find_answer("So the answer is $x = 4$."), find_answer("Let me see.\nHm.")
     ('4', '$x = 4$', None)
-    >>> find_answer("**Answer: 42**"), find_answer("42, not 41."), find_answer("6 * 7", cut=True)
+    >>> find_answer("**Answer: 42**"), find_answer("42, not 41."), find_answer("The answer is 42? No, 41.")
     ('42', '42', None)
+    >>> find_answer("The answer is 4", cut=True), find_answer("The answer is 42. So", cut=True)
+    (None, '42')
     """
     text = after_thinking(_LINE_ENDS.sub("\n", text))
     answer = marked(text, cut=cut)
     if answer is not None:
         return answer.rstrip(" .\t\r\n").strip() or None
-    answer = statement(text)
+    answer = statement(_finished(text) if cut else text)
     if answer is not None:
         return tidy(clause(answer)) or None
     text = text.strip()
@@ -148,6 +156,12 @@ def find_answer(text: str, *, cut: bool = False) -> str | None:
         return None
     text = _SO.sub("", _without_aside(text))
     return None if _is_prose(text) else tidy(text) or None
+
+
+def _finished(text: str) -> str:
+    """A text that was cut off, up to the end of its last whole sentence or line."""
+    ends = [match.end() for match in _FINISHED.finditer(text)]
+    return text[: ends[-1]] if ends else ""
 
 
 def _is_prose(text: str) -> bool:
@@ -175,7 +189,7 @@ def find_gold(text: str) -> str | None:
 def marked(text: str, *, cut: bool = False) -> str | None:
     """The answer that stands in a box, in an `<answer>` tag or behind `####`, whichever comes last; None if none is there."""
     boxed = [(start, end, content) for start, end, content, closed in _boxes(text) if closed or not cut]
-    hashes = _hashes(text)
+    hashes = _hashes(_finished(text) if cut else text)
     tag, tagged = _tagged(text, cut)
     place = max(hashes, tag)
     if boxed and boxed[-1][0] >= place:
@@ -223,13 +237,21 @@ def _tagged(text: str, cut: bool) -> tuple[int, str]:
 
 
 def statement(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or heading "Answer" that something follows, up to the end of the line."""
+    """What follows the last "answer is", "answer:" or heading "Answer" that something follows, up to the end of the line.
+
+    None if it is a question, or if the next sentence takes it back.
+
+    >>> statement("The answer is 41. The answer is 42."), statement("The answer is 42? No, 41.")
+    ('42.', None)
+    """
     phrases = [_PHRASE.match(text, mention.start()) for mention in [*_MENTION.finditer(text)][-MENTIONS:]]
     ends = sorted({match.end() for match in (*phrases, *_HEADING.finditer(text)) if match is not None})
     for end in reversed(ends):
         answer = _first_line(text[end:])
         if answer.strip(" .*_`"):
-            return answer
+            sentence = _SENTENCE.search(answer)
+            first, behind = (answer[: sentence.end()], answer[sentence.end() :]) if sentence else (answer, "")
+            return None if first.rstrip(" *_`").endswith("?") or _TAKEN_BACK.match(behind) else answer
     return None
 
 

@@ -133,7 +133,7 @@ class Node:
     literal: bool = False
     """A number as it is written down: 12, 1.5, -3/4, 1 1/2, 2 x 10^5."""
     undone: bool = False
-    """An operation between plain numbers is left to do: 81 + 14, 6/2, 5!."""
+    """An operation between plain numbers is left to do: 81 + 14, 6/2, 5!, the root of 16."""
 
     @cached_property
     def symbols(self) -> frozenset[str]:
@@ -493,14 +493,15 @@ def _power(base: Node, exponent: Node) -> Node:
             root = _exact_root(base.value, by.denominator)
             bits = 0 if root is None else max(root.numerator.bit_length(), root.denominator.bit_length())
             value = root**by.numerator if root is not None and abs(by.numerator) * bits <= LARGEST else None
-    return Node("power", (base, exponent), value, undone=base.undone or exponent.undone)
+    undone = base.undone or exponent.undone or (value is not None and by is not None and by.denominator > 1)
+    return Node("power", (base, exponent), value, undone=undone)
 
 
 def _root(inner: Node, index: Node) -> Node:
     value = None
     if inner.value is not None and index.value is not None and index.value.denominator == 1 and 2 <= index.value <= 64:
         value = _exact_root(inner.value, int(index.value))
-    return Node("root", (inner, index), value, undone=inner.undone or index.undone)
+    return Node("root", (inner, index), value, undone=inner.undone or index.undone or value is not None)
 
 
 def _factorial(node: Node) -> Node:

@@ -6,10 +6,8 @@ import pytest
 
 from groupwise.data.tasks import TASKS, make_task
 from groupwise.data.tasks.addition import Addition, Sums
-from groupwise.data.tasks.base import is_held_out
-from groupwise.data.tasks.countdown import Countdown, solved
+from groupwise.data.tasks.base import Generated, is_held_out
 from groupwise.data.tasks.preferences import FRIENDLY, RUDE, Preferences, friendly, right
-from groupwise.data.tasks.sorting import Sorting
 from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.training.baselines import bag_of_words, length_rule
@@ -18,8 +16,6 @@ GENERATED = [name for name in TASKS if name != "gsm8k_arithmetic"]
 
 
 def is_right(row):
-    if "numbers" in row:
-        return solved([row["completion"]], [row["answer"]], [row["numbers"]]) == [1.0]
     return row["completion"].endswith(f"\\boxed{{{row['answer']}}}")
 
 
@@ -68,7 +64,7 @@ def test_everything_can_be_written_by_the_arithmetic_tokenizer_in_few_tokens(nam
             assert len(ids) <= 96, text
 
 
-@pytest.mark.parametrize("name", ["addition", "sums", "sorting", "countdown", "arithmetic"])
+@pytest.mark.parametrize("name", ["addition", "sums", "arithmetic"])
 def test_careful_demonstrators_are_always_right(name):
     task = make_task(name, {"slip": 0.0})
     assert all(map(is_right, task.demonstrations(300, seed=0)))
@@ -102,35 +98,34 @@ def test_demonstrators_who_are_told_the_answer_work_with_care():
         make_task("addition", {"told": 2})
 
 
-def test_sums_and_sorting_have_right_answers():
+def test_sums_have_right_answers():
     for row in Sums(terms=5).prompts(200, seed=0):
         assert sum(map(int, row["prompt"].split("+"))) == int(row["answer"])
-    for row in Sorting(length=6).prompts(200, seed=0):
-        assert sorted(map(int, row["prompt"].split()[1:])) == list(map(int, row["answer"].split()))
-
-
-def test_countdown_rewards_any_way_that_uses_each_number_once():
-    boxes = ["(7+5)*3", "3*(5+7)", "36", "6*6", "5*7+3-2", "7+5*3", "(7+5)*3*1", "9**9**9", "(7+5)/0", "", "{3}"]
-    scores = solved([f"<think>x</think>\\boxed{{{box}}}" for box in boxes], ["36"] * len(boxes), [[3, 5, 7]] * len(boxes))
-    assert scores == [1.0, 1.0] + [0.0] * 9
-    assert solved(["36", "\\boxed{36", [{"role": "assistant", "content": "\\boxed{3+4}"}]], ["7"] * 3, [[3, 4]] * 3) == [0, 0, 1]
-    rows = Countdown(slip=0.5).demonstrations(1000, seed=0)
-    assert 0.45 < sum(map(is_right, rows)) / 1000 < 0.7
 
 
 def test_a_task_too_small_to_be_split_says_so():
-    one = Countdown(count=2, below=2)  # only 1 and 1
-    with pytest.raises(DataError, match="give it larger arguments"):
-        one.held_out(5)
-    assert len(one.prompts(100, seed=0)) <= 4
+    class One(Generated):
+        def question(self, rng):
+            return {"prompt": "2+2", "answer": "4"}
+
+        def completion(self, row, rng):
+            return "\\boxed{4}"
+
+    with pytest.raises(DataError, match="One has no question held out: give it larger arguments"):
+        One().held_out(5)
 
 
 def test_arguments_are_checked():
     for arguments in ({"digits": 0}, {"digits": True}, {"blurt": -0.1}, {"slip": "often"}):
         with pytest.raises(ConfigError, match="task argument"):
             make_task("addition", arguments)
-    with pytest.raises(ConfigError, match="below must be an integer from 4"):
-        make_task("sorting", {"below": 3})
+    with pytest.raises(ConfigError, match="terms must be an integer from 2"):
+        make_task("sums", {"terms": 1})
+
+
+def test_a_task_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(ConfigError, match=r"no built-in task 'countdown'; there are: addition, sums, arithmetic, .*chat_words"):
+        make_task("countdown")
 
 
 def test_completions_depend_on_the_generator_only():

@@ -11,11 +11,9 @@ from groupwise.data.tasks.arithmetic import Arithmetic
 from groupwise.data.tasks.base import Task
 from groupwise.data.tasks.calculator import Calculator
 from groupwise.data.tasks.chat import ChatJson, ChatSums, ChatWords
-from groupwise.data.tasks.countdown import Countdown
 from groupwise.data.tasks.gsm8k import Gsm8kArithmetic
 from groupwise.data.tasks.guessing import Guessing
 from groupwise.data.tasks.preferences import Preferences
-from groupwise.data.tasks.sorting import Sorting
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported, own_code
 from groupwise.utils.spelling import nearest
@@ -23,8 +21,6 @@ from groupwise.utils.spelling import nearest
 TASKS: dict[str, type[Task]] = {
     "addition": Addition,
     "sums": Sums,
-    "countdown": Countdown,
-    "sorting": Sorting,
     "arithmetic": Arithmetic,
     "gsm8k_arithmetic": Gsm8kArithmetic,
     "preferences": Preferences,

@@ -52,11 +52,7 @@ def evaluate(expression: Expression) -> Fraction:
     """Its exact value.  Raises ZeroDivisionError."""
     if isinstance(expression, Number):
         return expression.value
-    return apply(expression.operator, evaluate(expression.left), evaluate(expression.right))
-
-
-def apply(operator: str, left: Fraction, right: Fraction) -> Fraction:
-    """`left operator right`.  Raises ZeroDivisionError."""
+    operator, left, right = expression.operator, evaluate(expression.left), evaluate(expression.right)
     if operator == "+":
         return left + right
     if operator == "-":
@@ -64,13 +60,6 @@ def apply(operator: str, left: Fraction, right: Fraction) -> Fraction:
     if operator == "*":
         return left * right
     return Fraction(left // right) if operator == "//" else left / right
-
-
-def numbers_in(expression: Expression) -> list[Fraction]:
-    """The numbers as written, from the left."""
-    if isinstance(expression, Number):
-        return [expression.value]
-    return numbers_in(expression.left) + numbers_in(expression.right)
 
 
 def operators_in(expression: Expression) -> list[str]:
