@@ -38,10 +38,10 @@ from groupwise.config.strict_yaml import MOST_VALUES, dump, parse, parse_value
     ],
 )
 def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
-    node, problems = parse_value(text, "here")
+    document, problems = parse_value(text, "here")
     assert not problems
-    assert node.plain() == value
-    assert type(node.plain()) is type(value)
+    assert document.values == value
+    assert type(document.values) is type(value)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -55,9 +55,9 @@ def test_what_is_written_is_read_back(data: dict) -> None:
     for key in list(data):
         if "<<" in repr(data[key]):
             del data[key]
-    node, problems = parse(dump(data), "x")
+    document, problems = parse(dump(data), "x")
     assert not problems
-    assert repr(node.plain()) == repr(data)
+    assert repr(document.values) == repr(data)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_x11_anchors_cannot_blow_a_file_up() -> None:
     laughs += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
     (problem,) = parse(laughs, "x")[1]
     assert f"more than {MOST_VALUES} values" in problem.message
-    node, problems = parse("a: &a [1, 2]\nb: *a\n", "x")
+    document, problems = parse("a: &a [1, 2]\nb: *a\n", "x")
     assert not problems
-    assert node.plain() == {"a": [1, 2], "b": [1, 2]}
+    assert document.values == {"a": [1, 2], "b": [1, 2]}
 
 
 def test_every_value_knows_its_line() -> None:
-    node, _ = parse("a:\n  b: 1\n  c:\n  - x: 1\n  - x: 2\n", "f.yaml")
-    assert node.find(("a", "b")).where == "f.yaml:2"
-    assert node.find(("a", "c", 1, "x")).where == "f.yaml:5"
-    assert node.find(("a", "nothing", "here")).where == "f.yaml:1"
+    document, _ = parse("a:\n  b: 1\n  c:\n  - x: 1\n  - x: 2\n", "f.yaml")
+    assert document.place(("a", "b")).where == "f.yaml:2"
+    assert document.place(("a", "c", 1, "x")).where == "f.yaml:5"
+    assert document.place(("a", "nothing", "here")).where == "f.yaml:1"

@@ -42,24 +42,34 @@ optimizer:
 
 
 @pytest.mark.fault(
-    "T35/K4", "epsilon -3, temperature -1, group_size 1, lr nan and five more in one recipe", "ConfigError: one list, by line"
+    "T35/K4",
+    "epsilon -3, temperature -1, group_size 1, lr nan and five more in one recipe",
+    "ConfigError: a list of the values that no recipe can have, then of those that do not go together, each by line",
 )
-def test_k4_everything_wrong_in_one_list(
+def test_k4_everything_wrong_in_two_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(WRONG)
     assert main(["train", "r.yaml"]) == ConfigError.exit_code
     told = capsys.readouterr().err
-    assert "9 problems in r.yaml" in told
+    assert "4 problems in r.yaml" in told
     for line, says in {
         7: "rollout.temperature must be",
-        9: "group.group_size must be at least 2",
         10: "group.beta must be",
-        13: "group.surrogate.low: input should be greater than or equal to 0, got -3",
-        14: "group.surrogate.hgih: clipped has no such keyword (it takes low, high, delta, dual) (did you mean high?)",
         17: "optimizer.lr must be",
         18: "optimizer.betas",
+    }.items():
+        assert f"r.yaml:{line}: {says}" in told, told
+    mended = WRONG.replace("temperature: -1", "temperature: 1").replace("beta: -0.5", "beta: 0.5")
+    Path("r.yaml").write_text(mended.replace("lr: .nan", "lr: 1e-3").replace("betas: [2, 0.9]", "betas: [0.8, 0.9]"))
+    assert main(["train", "r.yaml"]) == ConfigError.exit_code
+    told = capsys.readouterr().err
+    assert "5 problems in r.yaml" in told
+    for line, says in {
+        9: "group.group_size must be at least 2",
+        13: "group.surrogate.low: input should be greater than or equal to 0, got -3",
+        14: "group.surrogate.hgih: clipped has no such keyword (it takes low, high, delta, dual) (did you mean high?)",
     }.items():
         assert f"r.yaml:{line}: {says}" in told, told
     assert "r.yaml:15: group.credit.eps: input should be greater" in told

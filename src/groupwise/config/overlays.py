@@ -5,12 +5,14 @@ Precedence, low to high: the defaults, the file's own keys, the stage's keys, `k
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from groupwise.config import schema
 from groupwise.config.settings import BY_NAME
-from groupwise.config.strict_yaml import Node, Problem, parse_value
+from groupwise.config.strict_yaml import Document, Path, Place, Problem, parse_value
 from groupwise.config.validation import STAGE
 
 ALTERNATIVES = {
@@ -29,9 +31,13 @@ SOURCES = (("model", "path"), ("model", "scratch"), *DATA)
 """Where a stage starts from: an override that is meant for all stages leaves one that starts from an earlier stage alone."""
 
 
-def read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[tuple[tuple[str, ...], Node]]:
-    """`a.b=1` -> (("a", "b"), node).  Later ones win."""
-    found = []
+Change = tuple[tuple[str, ...], Document]
+"""A path, as an override writes it, and the value that goes there."""
+
+
+def read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[Change]:
+    """`a.b=1` -> (("a", "b"), document).  Later ones win."""
+    changes = []
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip().removeprefix("--")
@@ -39,150 +45,141 @@ def read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[tu
         if not equals or not key:
             problems.append(Problem(where, "an override is written key=value, e.g. optimizer.lr=1e-5"))
             continue
-        node, wrong = parse_value(text, where)
+        document, wrong = parse_value(text, where)
         problems += wrong
         if not wrong:
-            found.append((tuple(key.split(".")), node))
-    return found
+            changes.append((tuple(key.split(".")), document))
+    return changes
 
 
-def stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], problems: list[Problem]) -> dict[str, Node]:
-    """The tree of each stage with its overlay and the overrides in it; one tree, called "", without stages."""
-    assert isinstance(root.value, dict)
-    base = in_full(Node({key: node for key, node in root.value.items() if key != "stages"}, root.where))
-    stages = root.value.get("stages")
-    trees: dict[str, Node] = {}
+def stage_documents(root: Document, changes: Sequence[Change], problems: list[Problem]) -> dict[str, Document]:
+    """The keys of each stage with its overlay and the overrides in it; one document, called "", without stages."""
+    documents: dict[str, Document] = {}
+    base = Document({key: value for key, value in root.values.items() if key != "stages"}, dict(root.places))
+    stages = root.values.get("stages")
     if stages is None:
-        trees[""] = base.copy()
-    elif not isinstance(stages.value, dict) or not stages.value:
-        problems.append(Problem(stages.where, "stages must be a mapping of a stage's name to its keys"))
+        documents[""] = in_full(base)
+    elif not isinstance(stages, dict) or not stages:
+        problems.append(Problem(root.place(("stages",)).where, "stages must be a mapping of a stage's name to its keys"))
         return {}
     else:
-        for stage, overlay in stages.value.items():
+        base = in_full(base)
+        for stage, keys in stages.items():
+            overlay = root.part(("stages", stage))
+            where = overlay.place(()).where
             if not re.fullmatch(r"\w[\w+-]*", stage):
-                problems.append(Problem(overlay.where, f"a stage's name is made of letters, digits, _ + and -; got {stage!r}"))
-            if overlay.value is None:
-                overlay = Node({}, overlay.where)
-            if not isinstance(overlay.value, dict):
-                problems.append(
-                    Problem(
-                        overlay.where, f"stages.{stage} must be a mapping of keys to values, got {schema.show(overlay.plain())}"
-                    )
-                )
-                overlay = Node({}, overlay.where)
-            trees[stage] = overlaid(base.copy(), in_full(overlay))
-        _check_own_data(stages.value, changes, problems)
-    for path, node in sorted(changes, key=lambda change: change[0][0] == "stages"):
+                problems.append(Problem(where, f"a stage's name is made of letters, digits, _ + and -; got {stage!r}"))
+            if not isinstance(keys, dict | None):
+                message = f"stages.{stage} must be a mapping of keys to values, got {schema.show(keys)}"
+                problems.append(Problem(where, message))
+            documents[stage] = overlaid(base, in_full(overlay if isinstance(keys, dict) else Document({}, overlay.places)))
+        _check_own_data(root, changes, problems)
+    for path, change in sorted(changes, key=lambda change: change[0][0] == "stages"):
         if path[0] != "stages":
-            for tree in trees.values():
-                _set(tree, path, node, problems, every=stages is not None)
+            for document in documents.values():
+                _set(document, path, change, problems, every=stages is not None)
         elif stages is None:
-            problems.append(Problem(node.where, "this recipe holds no stages"))
-        elif len(path) < 3 or path[1] not in trees:
-            near = schema.closest(path[1], list(trees)) if len(path) > 1 else ""
-            problems.append(Problem(node.where, f"write stages.NAME.key=value with one of the stages {', '.join(trees)}{near}"))
+            problems.append(Problem(change.place(()).where, "this recipe holds no stages"))
+        elif len(path) < 3 or path[1] not in documents:
+            near = schema.closest(path[1], list(documents)) if len(path) > 1 else ""
+            message = f"write stages.NAME.key=value with one of the stages {', '.join(documents)}{near}"
+            problems.append(Problem(change.place(()).where, message))
         else:
-            _set(trees[path[1]], path[2:], node, problems)
-    return trees
-
-
-def in_full(node: Node, key: str = "") -> Node:
-    """The tree of `key` (dotted; "": of a recipe) in its longest form.
-
-    A section or a reward that is its name alone becomes `{name: ...}` or `{function: ...}`; a number where the setting is a text
-    (`name: 007`) becomes the text as it is written.
-    """
-    setting, value = schema.settings_table().get(schema.normal(key)), node.value
-    if key == "rewards" and isinstance(value, str | list):
-        entries = [node] if isinstance(value, str) else value
-        return Node([in_full(one, f"{key}.{place}") for place, one in enumerate(entries)], node.where)
-    if schema.normal(key) == "rewards.N" and isinstance(value, str):
-        return Node({"function": node}, node.where)
-    if setting is not None and setting.section in BY_NAME and isinstance(value, str):
-        return Node({"name": node}, node.where)
-    if isinstance(value, dict) and (not key or schema.normal(key) == "rewards.N" or (setting is not None and setting.section)):
-        return Node({name: in_full(inner, f"{key}.{name}".lstrip(".")) for name, inner in value.items()}, node.where)
-    if setting is not None and setting.expected in TEXTS and type(value) in (int, float) and node.text:
-        return Node(node.text, node.where)
-    return node
+            _set(documents[path[1]], path[2:], change, problems)
+    return documents
 
 
 TEXTS = ("text", "text, or null")
 
 
-def overlaid(base: Node, overlay: Node, prefix: str = "") -> Node:
+def in_full(document: Document, at: Path = ()) -> Document:
+    """The document in its longest form.   at: its path in the recipe.
+
+    A section or a reward that is its name alone becomes `{name: ...}` or `{function: ...}`; a number where the setting is a text
+    (`name: 007`) becomes the text as it is written.
+    """
+
+    def full(value: Any, path: Path) -> Any:
+        key = schema.normal(".".join(map(str, (*at, *path))))
+        setting = schema.settings_table().get(key)
+        if key == "rewards" and isinstance(value, str | list):
+            return [full(entry, (*path, place)) for place, entry in enumerate([value] if isinstance(value, str) else value)]
+        if key == "rewards.N" and isinstance(value, str):
+            return {"function": value}
+        if setting is not None and setting.section in BY_NAME and isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, dict) and (not key or key == "rewards.N" or (setting is not None and setting.section)):
+            return {name: full(inner, (*path, name)) for name, inner in value.items()}
+        if type(value) in (int, float) and setting is not None and setting.expected in TEXTS:
+            return document.place(path).text or value
+        return value
+
+    return Document(full(document.values, ()), document.places)
+
+
+def overlaid(base: Document, overlay: Document) -> Document:
     """`overlay` on `base`: sections are merged key by key, except those that name another one; everything else is replaced."""
-    assert isinstance(base.value, dict) and isinstance(overlay.value, dict)
-    _take_away(base, overlay, prefix)
-    merged = dict(base.value)
-    for key, node in overlay.value.items():
-        below, setting = merged.get(key), schema.settings_table().get(prefix + key)
-        is_section = setting is not None and setting.section is not None
-        another = setting is not None and setting.section in BY_NAME and isinstance(node.value, dict) and "name" in node.value
-        if is_section and not another and below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
-            node = overlaid(below, node, f"{prefix}{key}.")
-        merged[key] = node
-    return Node(merged, base.where)
+    merged = Document(copy.deepcopy(base.values), dict(base.places))
+
+    def lay(section: Path) -> None:
+        for key, value in overlay.get(section).items():
+            path = (*section, key)
+            if value is not None:
+                _take_away(merged, path, overlay)
+            setting = schema.settings_table().get(".".join(map(str, path)))
+            is_section = setting is not None and setting.section is not None and isinstance(value, dict)
+            another = setting is not None and setting.section in BY_NAME and isinstance(value, dict) and "name" in value
+            if is_section and not another and isinstance(merged.get(path), dict):
+                lay(path)
+            else:
+                merged.put(path, overlay.part(path))
+
+    lay(())
+    return merged
 
 
-def _take_away(base: Node, overlay: Node, prefix: str) -> None:
-    """Removes from `base` the alternatives of what `overlay` sets."""
-    assert isinstance(base.value, dict) and isinstance(overlay.value, dict)
-    for key, node in overlay.value.items():
-        for other in ALTERNATIVES.get(prefix + key, ()) if node.value is not None else ():
-            name = other.removeprefix(prefix)
-            if name not in overlay.value:
-                base.value.pop(name, None)
+def _take_away(document: Document, path: Path, overlay: Document | None = None) -> None:
+    """Removes the alternatives of a key that is set, but for those that the same overlay sets."""
+    for other in ALTERNATIVES.get(".".join(map(str, path)), ()):
+        if overlay is None or not overlay.holds(tuple(other.split("."))):
+            document.drop(tuple(other.split(".")))
 
 
-def _check_own_data(stages: Mapping[str, Node], changes: Sequence[tuple[tuple[str, ...], Node]], problems: list[Problem]) -> None:
+def _check_own_data(root: Document, changes: Sequence[Change], problems: list[Problem]) -> None:
     """Adds a problem for every override of all stages' data that would replace what a stage says of its own."""
-    said = {path[1] for path, _ in changes if path[0] == "stages" and path[2:] in DATA}
+    overridden = {path[1] for path, _ in changes if path[0] == "stages" and path[2:] in DATA}
     own = {}
-    for stage, overlay in stages.items():
-        source = next((found for path in DATA if isinstance((found := overlay.find(path)).value, str)), None)
-        if source is not None and stage not in said and not _from_stage(source):
-            own[stage] = source.plain()
+    for stage in root.values["stages"]:
+        sources = (root.get(("stages", stage, *path)) for path in DATA)
+        source = next((one for one in sources if isinstance(one, str)), None)
+        if source is not None and stage not in overridden and not source.startswith(STAGE):
+            own[stage] = source
     theirs = ", ".join(f"{stage} ({source})" for stage, source in own.items())
-    for key, node in ((".".join(path), node) for path, node in changes if own and path in DATA):
+    for key, change in ((".".join(path), change) for path, change in changes if own and path in DATA):
         message = f"{key} of every stage would replace the data that stages have of their own: {theirs}"
-        problems.append(Problem(node.where, f"{message}; say it of single stages: stages.{next(iter(own))}.{key}=..."))
+        message += f"; say it of single stages: stages.{next(iter(own))}.{key}=..."
+        problems.append(Problem(change.place(()).where, message))
 
 
-def _from_stage(source: Node) -> bool:
-    """True for a model or data that come from an earlier stage."""
-    return isinstance(source.value, str) and source.value.startswith(STAGE)
-
-
-def _set(tree: Node, path: tuple[str, ...], node: Node, problems: list[Problem], every: bool = False) -> None:
-    """Puts an override into a tree, making the sections on the way.  every: it was meant for all stages."""
-    dotted = ".".join(path)
-    if every and path[:2] in SOURCES and _from_stage(tree.find((path[0], "path"))):
+def _set(document: Document, path: tuple[str, ...], change: Document, problems: list[Problem], every: bool = False) -> None:
+    """Puts an override into a document, making the sections on the way.  every: it was meant for all stages."""
+    if every and path[:2] in SOURCES and str(document.get((path[0], "path"))).startswith(STAGE):
         return
-    here = tree
-    for depth, key in enumerate(path):
-        last, prefix = depth == len(path) - 1, ".".join(path[:depth])
-        if here.value is None:
-            here.value = {}
-        if isinstance(here.value, str) and (setting := schema.lookup(prefix)) and "`name`" in setting.expected:
-            here.value = {"name": Node(here.value, here.where)}  # a function by its name, which gets a keyword
-        if isinstance(here.value, dict):
-            if node.value is not None:
-                _take_away(here, Node({key: node}, node.where), f"{prefix}." if prefix else "")
-            if last:
-                here.value[key] = in_full(node.copy(), dotted)
-                return
-            here = here.value.setdefault(key, Node({}, node.where))
-        elif isinstance(here.value, list) and key.isdigit() and int(key) < len(here.value):
-            if last:
-                here.value[int(key)] = in_full(node.copy(), dotted)
-                return
-            here = here.value[int(key)]
-        elif isinstance(here.value, list):
-            problems.append(
-                Problem(node.where, f"{prefix} is a list of {len(here.value)} (from 0); {key!r} is not one of its places")
-            )
+    place, here = change.place(()), ()
+    for key in path:
+        holder, prefix = document.get(here), ".".join(map(str, here))
+        if holder is None:
+            document.put(here, Document({}, {(): Place(place.where)}))
+        elif isinstance(holder, str) and (setting := schema.lookup(prefix)) and "`name`" in setting.expected:
+            document.put(here, Document({"name": holder}, document.part(here).places))  # a function by its name gets a keyword
+        elif isinstance(holder, list) and not (key.isdigit() and int(key) < len(holder)):
+            message = f"{prefix} is a list of {len(holder)} (from 0); {key!r} is not one of its places"
+            problems.append(Problem(place.where, message))
             return
-        else:
-            problems.append(Problem(node.where, f"{prefix} is {schema.show(here.plain())}, there is no {dotted} in it"))
+        elif not isinstance(holder, dict | list):
+            problems.append(Problem(place.where, f"{prefix} is {schema.show(holder)}, there is no {'.'.join(path)} in it"))
             return
+        here = (*here, int(key) if isinstance(holder, list) else key)
+        if change.values is not None:
+            _take_away(document, here)
+    document.put(here, in_full(change, here))

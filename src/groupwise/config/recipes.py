@@ -1,8 +1,8 @@
 """Recipes in and out: strict YAML and dotted overrides <-> the dataclasses of `settings.py`.
 
-A recipe is checked as a whole before anything is loaded: every mistake in it is listed at once, each with its line and, where one
-is near, what was probably meant.  A recipe may hold `stages`: runs that follow one another, each an overlay on the keys above them
-(`overlays.py`).
+A recipe is checked as a whole before anything is loaded, in two rounds: all values that no recipe can have, and, once there are
+none, all that do not go together.  Each mistake has its line and, where one is near, what was probably meant.  A recipe may hold
+`stages`: runs that follow one another, each an overlay on the keys above them (`overlays.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from groupwise.config import schema
 from groupwise.config.bundled import find_recipe
 from groupwise.config.live_objects import LIVE, Live, missing
-from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_trees
+from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_documents
 from groupwise.config.settings import Recipe
-from groupwise.config.strict_yaml import Node, Problem, parse
+from groupwise.config.strict_yaml import Document, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
 from groupwise.errors import ConfigError, GroupwiseError, Problems
@@ -42,7 +42,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The one run of a recipe file (or of a bundled recipe's name).
 
     overrides: `key.sub=value`, each value written as in YAML.
-    Raises ConfigError with every mistake at once, also if the recipe holds several stages.
+    Raises ConfigError with every mistake of the first round that has one, also if the recipe holds several stages.
     """
     recipes = load_stages(path, overrides)
     if len(recipes) > 1:
@@ -56,7 +56,7 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Re
     A recipe without `stages` gives one entry, called by its objective.  With stages each entry's `name` is `NAME/STAGE`, so that
     its run folder is runs/NAME/STAGE; a top-level override holds for every stage, except that a model that comes from an earlier
     stage keeps coming from there, and so do data; data that a stage names itself must be overridden in that stage.
-    Raises ConfigError with every mistake at once.
+    Raises ConfigError with every mistake of the first round that has one.
     """
     file = find_recipe(path)
     return parse_stages(_read(file), str(path) if Path(path).is_file() else file.name, overrides)
@@ -65,60 +65,61 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Re
 def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
     """`load_stages` from text; `name` is what its lines are called in messages."""
     root, problems = parse(text, name)
-    if not isinstance(root.value, dict):
-        problems.append(Problem(root.where, f"a recipe is a mapping of keys to values, got {schema.show(root.plain())}"))
-        root.value = {}
-    if not root.value and problems:
+    if not isinstance(root.values, dict):
+        problems.append(Problem(root.place(()).where, f"a recipe is a mapping of keys to values, got {schema.show(root.values)}"))
+        root.values = {}
+    if not root.values and problems:
         _refuse(name, problems)
-    changes = read_overrides(overrides, problems)
-    trees = stage_trees(root, changes, problems)
-    found: dict[str, Recipe] = {}
-    for stage, tree in trees.items():
-        recipe, wrong = _build(tree, tuple(found) if "stages" in root.value else (), stage if len(trees) > 1 else None)
-        problems += [problem for problem in wrong if problem not in problems]
-        found[stage] = recipe
+    documents = stage_documents(root, read_overrides(overrides, problems), problems)
+    recipes = {stage: _valid(document, problems) for stage, document in documents.items()}
     if problems:
         _refuse(name, problems)
-    if "stages" not in root.value:
-        return {recipe.objective: recipe for recipe in found.values()}
-    return {stage: dataclasses.replace(recipe, name=f"{recipe.name}/{stage}") for stage, recipe in found.items()}
+    staged, earlier = "stages" in root.values, []
+    for stage, recipe in recipes.items():
+        before = f"stage {stage}: " if len(recipes) > 1 else ""
+        problems += _broken_rules(recipe, documents[stage], earlier, before)
+        earlier += [stage] if staged else []
+    if problems:
+        _refuse(name, problems)
+    if not staged:
+        return {recipe.objective: recipe for recipe in recipes.values()}
+    return {stage: dataclasses.replace(recipe, name=f"{recipe.name}/{stage}") for stage, recipe in recipes.items()}
 
 
 def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None) -> Recipe:
     """The recipe of keys as they would stand in a file, over those of `base`: a file, a bundled recipe's name or a recipe.
 
-    A value may be a `Live` name.   Raises ConfigError with every mistake at once.
+    A value may be a `Live` name.   Raises ConfigError with every mistake of the first round that has one.
 
     >>> make_recipe({"objective": "sft", "steps": 3, "data": {"task": "sums"}, "model": {"scratch": {}}}).data.task
     'sums'
     """
-    name, problems, earlier = "the recipe", [], ()
-    tree = Node({}, "")
+    name, problems, earlier = "the recipe", [], []
+    document = Document({})
     if isinstance(base, Recipe):
-        tree = _node_of(dataclasses.asdict(base))
-        earlier = tuple(text.removeprefix(STAGE).partition(":")[0] for text in _texts(tree.plain()) if text.startswith(STAGE))
+        document = Document(_lists(dataclasses.asdict(base)))
+        earlier = [text.removeprefix(STAGE).partition(":")[0] for text in _texts(document.values) if text.startswith(STAGE)]
     elif base is not None:
         file, name = find_recipe(base), str(base)
-        tree, problems = parse(_read(file), name if Path(base).is_file() else file.name)
-        if not isinstance(tree.value, dict):
-            raise ConfigError(f"{name}: a recipe is a mapping of keys to values, got {schema.show(tree.plain())}")
-        if "stages" in tree.value:
-            stages = ", ".join(tree.value["stages"].value or ()) if isinstance(tree.value["stages"].value, dict) else ""
+        document, problems = parse(_read(file), name if Path(base).is_file() else file.name)
+        if not isinstance(document.values, dict):
+            raise ConfigError(f"{name}: a recipe is a mapping of keys to values, got {schema.show(document.values)}")
+        if "stages" in document.values:
+            stages = ", ".join(document.values["stages"] or ()) if isinstance(document.values["stages"], dict | None) else ""
             raise ConfigError(f"{name} holds the stages {stages}: load_stages gives them one by one, each a recipe")
-    tree = overlaid(in_full(tree), in_full(_node_of(keys)))
-    recipe, wrong = _build(tree, earlier, None)
-    if problems + wrong:
-        _refuse(name, problems + wrong)
-    return _with_objects(recipe, {text: text for text in _texts(tree.plain()) if isinstance(text, Live)})
+    document = overlaid(in_full(document), in_full(Document(_lists(keys))))
+    recipe = _valid(document, problems)
+    problems += [] if problems else _broken_rules(recipe, document, earlier)
+    if problems:
+        _refuse(name, problems)
+    return _with_objects(recipe, {text: text for text in _texts(document.values) if isinstance(text, Live)})
 
 
-def _node_of(value: Any) -> Node:
-    """A tree of values that stand nowhere."""
+def _lists(value: Any) -> Any:
+    """Plain values with lists in the place of tuples."""
     if isinstance(value, Mapping):
-        return Node({str(key): _node_of(inner) for key, inner in value.items()}, "")
-    if isinstance(value, list | tuple):
-        return Node([_node_of(inner) for inner in value], "")
-    return Node(value, "")
+        return {str(key): _lists(inner) for key, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _texts(value: Any) -> Iterable[str]:
@@ -198,18 +199,16 @@ def parse_recorded(text: str, name: str, overrides: Sequence[str] = ()) -> Recip
     What it names elsewhere (its data, its model, an earlier stage) need not be there any more.  Raises ConfigError.
     """
     root, problems = parse(text, name)
-    if problems or not isinstance(root.value, dict) or "stages" in root.value:
+    if problems or not isinstance(root.values, dict) or "stages" in root.values:
         _refuse(name, problems or [Problem(name, "not the config.yaml of a run")])
     changes = read_overrides(overrides, problems)
-    tree = stage_trees(root, changes, problems)[""]
-    recipe, wrong = _validated(tree.plain())
-    problems += [Problem(tree.find(path).where, _message(".".join(map(str, path)), kind, value)) for path, kind, value in wrong]
-    if recipe is not None:
+    document = stage_documents(root, changes, problems)[""]
+    recipe = _valid(document, problems)
+    if not problems:
         changed = {".".join(path) for path, _ in changes}
-        problems += [Problem(", ".join(keys), said) for keys, said in validate_recipe(recipe) if changed & set(keys)]
-    if problems or recipe is None:
+        problems += [Problem(", ".join(keys), message) for keys, message in validate_recipe(recipe) if changed & set(keys)]
+    if problems:
         _refuse(name, problems)
-    assert recipe is not None
     return recipe
 
 
@@ -244,13 +243,9 @@ def with_lines(path: str | Path, overrides: Sequence[str] = (), stage: str | Non
             raise
         file = find_recipe(path)
         name = str(path) if Path(path).is_file() else file.name
-        trees = stage_trees(parse(_read(file), name)[0], read_overrides(overrides, []), [])
-        tree = trees.get(stage or "") or next(iter(trees.values()))
-        told = []
-        for one in found:
-            node = tree.find(tuple(int(part) if part.isdigit() else part for part in one.key.split(".")))
-            told.append(Problem(node.where, str(one)))
-        error.args = (_listed(name, told),)
+        documents = stage_documents(parse(_read(file), name)[0], read_overrides(overrides, []), [])
+        document = documents.get(stage or "") or next(iter(documents.values()))
+        error.args = (_listed(name, [Problem(document.place(_path(one.key)).where, str(one)) for one in found]),)
         raise
 
 
@@ -263,99 +258,54 @@ def _adapter() -> TypeAdapter[tuple[Recipe]]:
     return TypeAdapter(tuple[Recipe], config=ConfigDict(extra="forbid", allow_inf_nan=False))
 
 
-def _validated(data: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[tuple[str | int, ...], str, Any]]]:
-    """The recipe, or the path, kind and value of everything wrong in it.
+def _valid(document: Document, problems: list[Problem]) -> Recipe:
+    """The recipe of a document; adds a problem for every value that no recipe can have, and the recipe is then a stand-in.
 
     JSON's strict mode: a list is a tuple and a mapping a section, but no number is made from text or from true.
     """
     try:
-        json.dumps(data, ensure_ascii=False).encode()
+        json.dumps(document.values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"half of a character, {error.object[error.start]!a}, stands alone in the recipe: mend the text"
         ) from None
     try:
-        return _adapter().validate_json(json.dumps([data]), strict=True)[0], []
+        return _adapter().validate_json(json.dumps([document.values]), strict=True)[0]
     except ValidationError as error:
-        return None, [(tuple(item["loc"][1:]), item["type"], item["input"]) for item in error.errors(include_url=False)]
+        wrong: dict[tuple[str | int, ...], Problem] = {}
+        for item in error.errors(include_url=False):
+            path, kind = _known_path(document, item["loc"][1:]), item["type"]
+            place, value = document.place(path), document.get(path) if kind == "missing" else item["input"]
+            wrong.setdefault(path, Problem(place.where, _message(".".join(map(str, path)), kind, value, place.text)))
+        problems += [problem for problem in wrong.values() if problem not in problems]
+        return Recipe(objective="")
 
 
-def _build(tree: Node, earlier: tuple[str, ...], stage: str | None) -> tuple[Recipe, list[Problem]]:
-    """The recipe of a tree and its problems.
+def _known_path(document: Document, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """A path of pydantic's without the union members that it tried, and without places in a list that is one value."""
+    path: tuple[str | int, ...] = ()
+    for part in loc:
+        setting = schema.settings_table().get(schema.normal(".".join(map(str, (*path, part)))))
+        in_list = isinstance(part, int) and schema.normal(".".join(map(str, path))) == "rewards"
+        in_mapping = isinstance(part, str) and isinstance(document.get(path), dict) and document.holds((*path, part))
+        if setting is not None or in_list or in_mapping:
+            path = (*path, part)
+    return path
 
-    Wrong values are taken out and the rest is checked on, so that all mistakes are found at once; a recipe with problems is only a
-    stand-in.
-    """
-    pruned = tree.copy()
-    problems: list[Problem] = []
-    wrong_keys: set[str] = set()
-    recipe: Recipe | None = None
-    while recipe is None:
-        recipe, errors = _validated(pruned.plain())
-        before = pruned.plain()
-        for path, kind, value in errors:
-            path = _known_path(tree, path)
-            key = ".".join(map(str, path))
-            if key not in wrong_keys:
-                wrong_keys.add(key)
-                found = tree.find(path)
-                value = found.plain() if kind == "missing" else value
-                problems.append(Problem(found.where, _message(key, kind, value, found.text)))
-            _prune(pruned, path, missing=kind == "missing")
-        assert recipe is not None or pruned.plain() != before, f"cannot take out {errors}"
+
+def _broken_rules(recipe: Recipe, document: Document, earlier: Sequence[str], before: str = "") -> list[Problem]:
+    """What is wrong with the values of a recipe together.   before: what each message begins with."""
+    problems = []
     for keys, message in validate_recipe(recipe, earlier):
-        if not any(key == wrong or key.startswith(wrong + ".") for key in keys for wrong in wrong_keys):
-            problems.append(Problem(_where(tree, keys), f"{message}" if stage is None else f"stage {stage}: {message}"))
-    return recipe, problems
+        paths = [_path(key) for key in keys]
+        path = next((path for path in paths if document.holds(path)), paths[0])
+        problems.append(Problem(document.place(path).where, before + message))
+    return problems
 
 
-def _known_path(tree: Node, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """A path of pydantic's without the names of the union members that it tried, which are no keys."""
-    known: list[str | int] = []
-    for key in path:
-        dotted = schema.normal(".".join(map(str, [*known, key])))
-        if isinstance(key, int) or dotted in schema.settings_table() or key in _keys(tree.find(tuple(known))):
-            known.append(key)
-    while (
-        known and isinstance(known[-1], int) and (setting := schema.lookup(".".join(map(str, known[:-1])))) and not setting.section
-    ):
-        known.pop()
-    return tuple(known)
-
-
-def _keys(node: Node) -> Iterable[str]:
-    return node.value if isinstance(node.value, dict) else ()
-
-
-def _prune(tree: Node, path: tuple[str | int, ...], *, missing: bool) -> None:
-    """Takes out what is wrong at `path`, or the section that lacks it; what a recipe must have is replaced by a stand-in."""
-    assert isinstance(tree.value, dict)
-    if path == ("objective",):
-        tree.value["objective"] = Node("sft", "")
-        return
-    if path and path[0] == "rewards" and path[-1] == "function" and isinstance(path[1], int):
-        rewards = tree.value["rewards"].value
-        assert isinstance(rewards, list)
-        item = rewards[path[1]].value
-        assert isinstance(item, dict)
-        item["function"] = Node("exact", "")
-        return
-    if missing:
-        path = path[:-1]
-    parent, last = tree.find(path[:-1]), path[-1]
-    if isinstance(parent.value, dict):
-        parent.value.pop(str(last), None)
-    elif isinstance(parent.value, list) and isinstance(last, int):
-        parent.value[last] = Node({"function": Node("exact", "")}, "")
-
-
-def _where(tree: Node, keys: Sequence[str]) -> str:
-    """The place of the first of the keys that the file holds, or of the section that lacks it."""
-    paths = [tuple(int(part) if part.isdigit() else part for part in key.split(".")) for key in keys]
-    for path in paths:
-        if tree.find(path) is not tree.find(path[:-1]):
-            return tree.find(path).where
-    return tree.find(paths[0]).where
+def _path(key: str) -> tuple[str | int, ...]:
+    """A dotted key as a path."""
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
 WENT = {"model.dropout": "nothing is dropped, because what is scored is what was sampled; leave it out"}
@@ -388,11 +338,12 @@ def _message(key: str, kind: str, value: Any, text: str = "") -> str:
 
 def check(recipe: Recipe, earlier: Sequence[str] = ()) -> Recipe:
     """The recipe itself, for recipes made in Python.  Raises ConfigError with everything that is wrong in it."""
-    _, errors = _validated(dataclasses.asdict(recipe))
-    found = [_message(".".join(map(str, path)), kind, value) for path, kind, value in errors]
-    found += [message for _, message in validate_recipe(recipe, earlier)] if not found else []
-    if found:
-        _refuse("the recipe", [Problem("", message) for message in found])
+    problems: list[Problem] = []
+    document = Document(_lists(dataclasses.asdict(recipe)))
+    _valid(document, problems)
+    problems += [] if problems else _broken_rules(recipe, document, earlier)
+    if problems:
+        _refuse("the recipe", problems)
     return recipe
 
 
@@ -436,10 +387,10 @@ def changes(old: str, new: Recipe) -> list[str]:
     Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may differ; so may `steps` where the
     learning rate does not depend on it (`optimizer.schedule: constant`).
     """
-    tree, problems = parse(old, "config.yaml")
+    document, problems = parse(old, "config.yaml")
     if problems:
         raise ConfigError(f"the run's config.yaml cannot be read: {problems[0]}")
-    before, after = _flat(redacted(_completed(in_full(tree).plain(), Recipe))), _flat(redacted(_plain(new)))
+    before, after = _flat(redacted(_completed(in_full(document).values, Recipe))), _flat(redacted(_plain(new)))
     neutral = NEUTRAL + (("steps",) if new.optimizer.schedule == "constant" else ())
     return [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"

@@ -61,6 +61,7 @@ def _members(hint: Any) -> tuple[list[Any], bool]:
     return [hint], False
 
 
+@cache
 def _dataclass_in(hint: Any) -> type | None:
     for member in _members(hint)[0]:
         inner = typing.get_args(member)[0] if typing.get_origin(member) is tuple else member
@@ -84,6 +85,7 @@ def _range(bounds: Sequence[Any]) -> str:
     return " and ".join(words)
 
 
+@cache
 def expected(hint: Any) -> str:
     """A type and its range in words.
 

@@ -1,4 +1,4 @@
-"""YAML with nothing surprising in it, read into a tree that remembers where every value stood.
+"""YAML with nothing surprising in it, read into plain values and the place of each.
 
 Differences from `yaml.safe_load`: duplicate keys are errors; scalars follow YAML 1.2 (`1e-5` is a number; `yes`, `on`, `1:30` and
 dates are text); tags other than the plain ones are errors; anchors may not blow a file up.  All mistakes of a file are collected,
@@ -7,10 +7,11 @@ except for a syntax error, behind which nothing can be read.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -62,42 +63,64 @@ _READER = _Loader("")
 Dumper.add_representer(str, _represent_text)
 
 
-@dataclass(slots=True)
-class Node:
-    """A value of a file, and where it stands: `recipe.yaml:12`.  Inside are Nodes again."""
+Path = tuple[str | int, ...]
+"""Where a value stands in nested mappings and lists."""
 
-    value: dict[str, Node] | list[Node] | str | int | float | bool | None
+
+class Place(NamedTuple):
+    """Where a value stands in a file: `recipe.yaml:12`."""
+
     where: str
     text: str = ""
     """A scalar as it is written."""
 
-    def plain(self) -> Any:
-        """The value alone, as dicts, lists and scalars."""
-        if isinstance(self.value, dict):
-            return {key: node.plain() for key, node in self.value.items()}
-        if isinstance(self.value, list):
-            return [node.plain() for node in self.value]
-        return self.value
 
-    def find(self, path: tuple[str | int, ...]) -> Node:
-        """The node at `path`, or the deepest one on the way to it."""
-        node = self
+@dataclass(slots=True)
+class Document:
+    """Plain values, and the place of each."""
+
+    values: Any
+    places: dict[Path, Place] = field(default_factory=dict)
+
+    def get(self, path: Path) -> Any:
+        """The value at `path`; None if there is none."""
+        return self._find(path)[0]
+
+    def holds(self, path: Path) -> bool:
+        """True if there is a value at `path`."""
+        return self._find(path)[1]
+
+    def _find(self, path: Path) -> tuple[Any, bool]:
+        here: Any = self.values
         for key in path:
-            if isinstance(node.value, dict) and key in node.value:
-                node = node.value[str(key)]
-            elif isinstance(node.value, list) and isinstance(key, int) and key < len(node.value):
-                node = node.value[key]
-            else:
-                break
-        return node
+            inside = key < len(here) if isinstance(here, list) and isinstance(key, int) else isinstance(here, dict) and key in here
+            if not inside:
+                return None, False
+            here = here[key]
+        return here, True
 
-    def copy(self) -> Node:
-        """A tree of its own."""
-        if isinstance(self.value, dict):
-            return Node({key: node.copy() for key, node in self.value.items()}, self.where)
-        if isinstance(self.value, list):
-            return Node([node.copy() for node in self.value], self.where)
-        return Node(self.value, self.where, self.text)
+    def place(self, path: Path) -> Place:
+        """The place of the value at `path`, or of the innermost one around it."""
+        around = (path[:length] for length in range(len(path), -1, -1))
+        return next((self.places[one] for one in around if one in self.places), Place(""))
+
+    def part(self, path: Path) -> Document:
+        """The value at `path` as a document."""
+        start = len(path)
+        return Document(self.get(path), {one[start:]: place for one, place in self.places.items() if one[:start] == path})
+
+    def put(self, path: Path, part: Document) -> None:
+        """Set the value at `path`; what holds it is there."""
+        if self.holds(path):
+            self.drop(path)
+        self.get(path[:-1])[path[-1]] = copy.deepcopy(part.values)
+        self.places |= {(*path, *one): place for one, place in part.places.items()}
+
+    def drop(self, path: Path) -> None:
+        """Take a key of a mapping away; what is no key there is left alone."""
+        if isinstance(holder := self.get(path[:-1]), dict):
+            holder.pop(path[-1], None)
+        self.places = {one: place for one, place in self.places.items() if one[: len(path)] != path}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,47 +134,39 @@ class Problem:
         return f"{self.where}: {self.message}" if self.where else self.message
 
 
-def parse(text: str, name: str) -> tuple[Node, list[Problem]]:
-    """The tree of a document and the mistakes in it.
+def parse(text: str, name: str) -> tuple[Document, list[Problem]]:
+    """The values of a document with their places, and the mistakes in it.
 
-    name: what stands before the line number in every `where`.
+    name: what stands before the line number in every place.
 
-    >>> tree, problems = parse("lr: 1e-5\\nlr: 2", "a.yaml")
-    >>> tree.plain(), [str(problem) for problem in problems]
+    >>> document, problems = parse("lr: 1e-5\\nlr: 2", "a.yaml")
+    >>> document.values, [str(problem) for problem in problems]
     ({'lr': 1e-05}, ["a.yaml:2: 'lr' stands here twice (first on line 1)"])
     """
     problems: list[Problem] = []
     try:
         root = _Loader(text).get_single_node()
         if root is None:
-            return Node({}, f"{name}:1"), problems
-        return _Builder(name, problems).build(root, f"{name}:{root.start_mark.line + 1}"), problems
+            return Document({}, {(): Place(f"{name}:1")}), problems
+        builder = _Builder(name, problems)
+        return Document(builder.build(root, (), root.start_mark.line), builder.places), problems
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
         snippet = mark.get_snippet(indent=4) if mark else None
         message = f"not YAML: {error.problem or error.context}" + (f"\n{snippet}" if snippet else "")
-        return Node({}, where), [Problem(where, message)]
     except yaml.reader.ReaderError as error:
-        return Node({}, name), [Problem(name, f"not text: character {error.character!r} at position {error.position}")]
+        where, message = name, f"not text: character {error.character!r} at position {error.position}"
     except RecursionError:
-        return Node({}, name), [Problem(name, "nested too deeply")]
+        where, message = name, "nested too deeply"
+    return Document({}, {(): Place(where)}), [Problem(where, message)]
 
 
-def parse_value(text: str, where: str) -> tuple[Node, list[Problem]]:
-    """One value, as it stands behind `key=` on a command line; every node of it gets the same `where`."""
-    tree, problems = parse(text, where)
-    if not text.strip():
-        tree = Node(None, where)
-
-    def relabel(node: Node) -> Node:
-        if isinstance(node.value, dict):
-            return Node({key: relabel(inner) for key, inner in node.value.items()}, where)
-        if isinstance(node.value, list):
-            return Node([relabel(inner) for inner in node.value], where)
-        return Node(node.value, where, node.text)
-
-    return relabel(tree), [Problem(where, problem.message) for problem in problems]
+def parse_value(text: str, where: str) -> tuple[Document, list[Problem]]:
+    """One value, as it stands behind `key=` on a command line; every value in it has the same place."""
+    document, problems = parse(text, where)
+    places = {path: Place(where, place.text) for path, place in document.places.items()}
+    return Document(document.values if text.strip() else None, places), [Problem(where, problem.message) for problem in problems]
 
 
 class _TooLarge(yaml.MarkedYAMLError):
@@ -159,50 +174,51 @@ class _TooLarge(yaml.MarkedYAMLError):
 
 
 class _Builder:
-    """YAML's own nodes -> ours."""
+    """YAML's own nodes -> plain values and their places."""
 
     def __init__(self, name: str, problems: list[Problem]) -> None:
         self.name = name
         self.problems = problems
-        self.seen = 0
+        self.places: dict[Path, Place] = {}
+        self.values = 0
         self.open: set[int] = set()
 
-    def build(self, node: yaml.Node, where: str) -> Node:
-        self.seen += 1
-        if self.seen > MOST_VALUES or id(node) in self.open:
+    def build(self, node: yaml.Node, path: Path, line: int) -> Any:
+        """The value of a node.   line: of its key, from 0."""
+        self.values += 1
+        if self.values > MOST_VALUES or id(node) in self.open:
             raise _TooLarge(problem=f"more than {MOST_VALUES} values once its anchors are expanded", problem_mark=node.start_mark)
         self.open.add(id(node))
+        text = node.value if isinstance(node, yaml.ScalarNode) else ""
+        self.places[path] = Place(f"{self.name}:{line + 1}", text)
         try:
             if isinstance(node, yaml.MappingNode):
-                return Node(self.mapping(node), where)
+                return self.mapping(node, path)
             if isinstance(node, yaml.SequenceNode) and node.tag == TAG + "seq":
-                return Node([self.build(item, self.place(item)) for item in node.value], where)
-            return Node(self.scalar(node), where, node.value)
+                return [self.build(item, (*path, place), item.start_mark.line) for place, item in enumerate(node.value)]
+            return self.scalar(node)
         finally:
             self.open.discard(id(node))
 
-    def place(self, node: yaml.Node) -> str:
-        return f"{self.name}:{node.start_mark.line + 1}"
+    def refuse(self, node: yaml.Node, message: str) -> None:
+        self.problems.append(Problem(f"{self.name}:{node.start_mark.line + 1}", message))
 
-    def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+    def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         if node.tag != TAG + "map":
-            self.problems.append(Problem(self.place(node), f"the tag {node.tag} is not allowed"))
-        found: dict[str, Node] = {}
+            self.refuse(node, f"the tag {node.tag} is not allowed")
+        values: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
-            where, line = self.place(key_node), key_node.start_mark.line + 1
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            key, line = key_node.value if isinstance(key_node, yaml.ScalarNode) else None, key_node.start_mark.line
             if key is None:
-                self.problems.append(Problem(where, "a key must be a word"))
+                self.refuse(key_node, "a key must be a word")
             elif key_node.tag == TAG + "merge" or key == "<<":
-                self.problems.append(
-                    Problem(where, "merge keys (<<) are not allowed: say what is shared at the top, and use `stages`")
-                )
-            elif key in found:
-                self.problems.append(Problem(where, f"{key!r} stands here twice (first on line {lines[key]})"))
+                self.refuse(key_node, "merge keys (<<) are not allowed: say what is shared at the top, and use `stages`")
+            elif key in values:
+                self.refuse(key_node, f"{key!r} stands here twice (first on line {lines[key] + 1})")
             else:
-                found[key], lines[key] = self.build(value_node, where), line
-        return found
+                values[key], lines[key] = self.build(value_node, (*path, key), line), line
+        return values
 
     def scalar(self, node: yaml.Node) -> str | int | float | bool | None:
         text, kind = node.value, node.tag.removeprefix(TAG)
@@ -220,7 +236,7 @@ class _Builder:
                 return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         except ValueError:
             pass
-        self.problems.append(Problem(self.place(node), f"the tag {node.tag} is not allowed"))
+        self.refuse(node, f"the tag {node.tag} is not allowed")
         return None
 
 

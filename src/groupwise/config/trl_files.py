@@ -82,13 +82,12 @@ def flow(value: Any) -> str:
 
 def mapping_of(text: str, file: Path) -> dict[str, Any]:
     """The arguments of a YAML or JSON file by name.  Raises ConfigError."""
-    tree, problems = parse(text, file.name)  # JSON is YAML
+    document, problems = parse(text, file.name)  # JSON is YAML
     if problems:
         raise ConfigError(str(problems[0]))
-    plain = tree.plain()
-    if not isinstance(plain, dict) or not plain:
+    if not isinstance(document.values, dict) or not document.values:
         raise ConfigError(f"{file} holds no arguments by name: a mapping such as `learning_rate: 1e-6` is needed")
-    return {str(name): value for name, value in plain.items()}
+    return document.values
 
 
 def _kind_of(given: Mapping[str, Any], file: Path) -> str:
@@ -175,8 +174,8 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
 
 def _plain(word: str) -> Any:
     """A word of a command as a value: a number, true, a mapping in braces, or itself."""
-    tree, problems = parse_value(word, "")
-    return word if problems else tree.plain()
+    document, problems = parse_value(word, "")
+    return word if problems else document.values
 
 
 def parallel_of(given: object) -> str | dict[str, Any]:

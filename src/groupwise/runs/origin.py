@@ -63,10 +63,10 @@ def _is_run(folder: Path) -> bool:
     if not run.has(CONFIG):
         return False
     try:
-        tree, problems = parse(run.text(CONFIG, LARGEST_CONFIG), CONFIG)
+        document, problems = parse(run.text(CONFIG, LARGEST_CONFIG), CONFIG)
     except RunError:
         return True  # whoever reads it says what is wrong
-    return bool(problems) or (isinstance(tree.value, dict) and "objective" in tree.value)
+    return bool(problems) or (isinstance(document.values, dict) and "objective" in document.values)
 
 
 def _read(folder: Path, overrides: Sequence[str] = ()) -> Origin:

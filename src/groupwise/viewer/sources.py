@@ -241,10 +241,10 @@ class Run:
         return self._config[1]
 
     def _read_config(self) -> dict[str, Any]:
-        tree, problems = parse(self.files.text(runlog.CONFIG, runlog.LARGEST_CONFIG), str(self.path / runlog.CONFIG))
+        document, problems = parse(self.files.text(runlog.CONFIG, runlog.LARGEST_CONFIG), str(self.path / runlog.CONFIG))
         if problems:
             raise RunError(str(problems[0]))
-        return dict(_flat(jsonable(tree.plain()))) if isinstance(tree.value, dict) else {}
+        return dict(_flat(jsonable(document.values))) if isinstance(document.values, dict) else {}
 
     def environment(self) -> dict[str, Any]:
         """The last entry of `environment.json`, and how many starts there were; empty if it cannot be read."""

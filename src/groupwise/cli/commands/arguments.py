@@ -56,10 +56,10 @@ def pairs(texts: Sequence[str], option: str) -> dict[str, Any]:
     found = {}
     for text in texts:
         key, equals, value = text.partition("=")
-        node, problems = parse_value(value, f"{option} {text}")
+        document, problems = parse_value(value, f"{option} {text}")
         if not equals or problems:
             raise ConfigError(str(problems[0]) if problems else f"{option} is written KEY=VALUE, got {text!r}")
-        found[key] = node.plain()
+        found[key] = document.values
     return found
 
 

@@ -98,9 +98,9 @@ class Dashboards:
         self._open: dict[str, Dashboard] = {}
         self._sent: dict[str, int] = {}
         known = _identities(folder / IDENTITIES) if lines else {}
-        tree, _ = parse(dump(recipe), "config.yaml")
+        document, _ = parse(dump(recipe), "config.yaml")
         for name in recipe.save.report_to:
-            about = About(folder=folder, name=recipe.name, config=tree.plain(), identity=known.get(name))
+            about = About(folder=folder, name=recipe.name, config=document.values, identity=known.get(name))
             module = importlib.import_module(f"groupwise.runs.dashboards.to_{name}")
             try:
                 found: Dashboard = module.begin(about)
