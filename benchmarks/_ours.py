@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
-from _workload import Workload, model_folder, teacher_of, text_of
+from _workload import Workload, model_folder, teacher_of
 
 from groupwise.algorithms.registry import resolve
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
@@ -69,7 +69,7 @@ def load(work: Workload, folder: Path) -> Policy:
 def prompts_of(work: Workload, visit: int = 0) -> list[Prompt]:
     """The prompts of one step."""
     return [
-        Prompt(id=f"{visit}/{p}", tokens=ids, text=text_of(ids), row={"dead": bool(dead)})
+        Prompt(id=f"{visit}/{p}", tokens=ids, text=work.text_of(ids), row={"dead": bool(dead)})
         for p, (ids, dead) in enumerate(zip(work.prompt_ids(), work.dead_prompts(), strict=True))
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
-from _workload import Workload, model_folder, reward, teacher_of, text_of
+from _workload import Workload, model_folder, reward, teacher_of
 from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList, Trainer, TrainerCallback
 from trl import (
@@ -37,13 +37,13 @@ CERTAIN = 1e30
 class Schedule(LogitsProcessor):
     """EOS is drawn exactly at each row's scheduled last token: a step writes one column."""
 
-    def __init__(self, length_R: np.ndarray, prompt: int) -> None:
-        self.length_R, self.prompt = torch.from_numpy(length_R.reshape(-1)), prompt
+    def __init__(self, length_R: np.ndarray, prompt: int, eos: int) -> None:
+        self.length_R, self.prompt, self.eos = torch.from_numpy(length_R.reshape(-1)), prompt, eos
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Logits (R, V) of the next token -> the same with EOS hidden, or forced."""
         self.length_R = self.length_R.to(scores.device)
-        scores[:, 0] = torch.where(self.length_R == input_ids.shape[1] - self.prompt + 1, CERTAIN, -torch.inf)
+        scores[:, self.eos] = torch.where(self.length_R == input_ids.shape[1] - self.prompt + 1, CERTAIN, -torch.inf)
         return scores
 
 
@@ -135,7 +135,7 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
         shuffle_dataset=False,
         model_init_kwargs={"dtype": "float32"},
     )
-    prompts = [text_of(ids) for ids in work.prompt_ids()]
+    prompts = [work.text_of(ids) for ids in work.prompt_ids()]
     dead = [bool(d) for d in work.dead_prompts()]
     trainer = GRPOTrainer(
         model=str(folder),
@@ -190,7 +190,7 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
 
 def _scheduled(trainer: Trainer, work: Workload) -> None:
     """Completions end where the schedule says."""
-    schedule = LogitsProcessorList([Schedule(work.schedule(), work.prompt)])
+    schedule = LogitsProcessorList([Schedule(work.schedule(), work.prompt, work.eos)])
     generate = trainer.model.generate
     trainer.model.generate = lambda **inputs: generate(**inputs, logits_processor=schedule)
 
@@ -206,7 +206,7 @@ def _distill(work: Workload, folder: Path, scratch: Path, conductor: Conductor) 
         model_init_kwargs={"dtype": "float32"},
         teacher_model_init_kwargs={"dtype": "float32"},
     )
-    rows = [text_of(ids) for ids in work.prompt_ids().repeat(work.group, 0)]
+    rows = [work.text_of(ids) for ids in work.prompt_ids().repeat(work.group, 0)]
     trainer = DistillationTrainer(
         model=str(folder),
         teacher_model=str(model_folder(teacher_of(work), folder.parent)),

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ class Workload:
     """One point of the comparison."""
 
     objective: str = "grpo"
+    model: str | None = None
+    """Folder of a chat model, which is asked for two-digit sums; None: random weights of the shape below, and random tokens."""
     family: str = "qwen2"
     hidden: int = 256
     layers: int = 4
@@ -61,6 +64,15 @@ class Workload:
     seed: int = 0
 
     @property
+    def eos(self) -> int:
+        """The token that ends a completion."""
+        return 0 if self.model is None else int(tokenizer_of(self.model).eos_token_id)
+
+    def text_of(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text that encodes to exactly these ids."""
+        return random_text(ids) if self.model is None else str(tokenizer_of(self.model).decode(ids))
+
+    @property
     def online(self) -> bool:
         """True if completions are sampled."""
         return self.objective not in ("sft", "reward")
@@ -84,12 +96,14 @@ class Workload:
 
     def prompt_ids(self) -> np.ndarray:
         """(prompts, prompt) int64."""
+        if self.model is not None:
+            return chat_prompts(self.model, self.prompts)
         return np.random.default_rng(self.seed + 1).integers(FIRST, self.vocab, (self.prompts, self.prompt))
 
     def completion_ids(self) -> list[np.ndarray]:
         """Demonstrations, or the two sides of preference pairs (chosen first): of the schedule's lengths, EOS last."""
         rng = np.random.default_rng(self.seed + 2)
-        return [np.append(rng.integers(FIRST, self.vocab, int(n) - 1), 0) for n in self.schedule().flat]
+        return [np.append(rng.integers(FIRST, self.vocab, int(n) - 1), self.eos) for n in self.schedule().flat]
 
     def dead_prompts(self) -> np.ndarray:
         """bool (prompts,)."""
@@ -115,6 +129,7 @@ ROWS = 8
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that describe a workload; what is not given comes from `--shape`."""
     parser.add_argument("--shape", default="S", choices=list(SHAPES), help="what the other options start from (default: S)")
+    parser.add_argument("--model", metavar="FOLDER", help="a chat model that is asked for sums, instead of random weights")
     parser.add_argument("--objective", choices=["grpo", "distill", "sft", "reward"])
     parser.add_argument("--family", choices=["llama", "qwen2", "qwen3", "gpt2"])
     for name in ("hidden", "layers", "heads", "kv-heads", "inner", "vocab", "prompt", "completion", "group", "prompts", "threads"):
@@ -135,6 +150,12 @@ def workload(options: argparse.Namespace) -> Workload:
     """The workload that the options describe."""
     base = SHAPES[options.shape]
     given = {name: value for name in asdict(base) if (value := getattr(options, name, None)) is not None}
+    if (folder := given.get("model")) is not None:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder)
+        shape = {"family": config.model_type, "hidden": config.hidden_size, "layers": config.num_hidden_layers}
+        given = {"prompt": chat_prompts(folder, 1).shape[1], "vocab": config.vocab_size, "completion": 24} | shape | given
     if "heads" in given and "kv_heads" not in given:
         given["kv_heads"] = None
     if given.get("objective") in ("sft", "reward"):
@@ -150,6 +171,8 @@ def model_folder(work: Workload, parent: Path) -> Path:
     from groupwise.config.settings import ScratchSettings
     from groupwise.models.scratch import scratch_model
 
+    if work.model is not None:
+        return Path(work.model)
     shape = [work.family, work.hidden, work.layers, work.heads, work.kv_heads, work.vocab, work.prompt, work.completion, work.seed]
     shape += [work.objective == "reward", work.inner]
     folder = parent / hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
@@ -184,10 +207,27 @@ def teacher_of(work: Workload) -> Workload:
     return replace(work, **wider, inner=work.inner and 2 * work.inner, seed=work.seed + 1)
 
 
-def text_of(ids: Sequence[int] | np.ndarray) -> str:
-    """Text that encodes to exactly these ids.
+@cache
+def tokenizer_of(folder: str) -> Any:
+    """The tokenizer of a model's folder."""
+    from groupwise.data.tokenizers import load_tokenizer
 
-    >>> text_of([5, 0])
+    return load_tokenizer(folder)
+
+
+def chat_prompts(folder: str, count: int) -> np.ndarray:
+    """Two-digit sums as the model's chat template asks for them: (count, P) int64, all of one length P."""
+    from groupwise.data.tasks.chat import ChatSums
+
+    messages = [[{"role": "user", "content": row["prompt"]}] for row in ChatSums().prompts(count, 0)]
+    rows = tokenizer_of(folder).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return np.array(rows, dtype=np.int64)
+
+
+def random_text(ids: Sequence[int] | np.ndarray) -> str:
+    """Text of the random vocabulary that encodes to exactly these ids.
+
+    >>> random_text([5, 0])
     'w5 <eos>'
     """
     return " ".join((EOS, PAD)[i] if i < FIRST else f"w{i}" for i in map(int, ids))
