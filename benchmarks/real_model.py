@@ -50,12 +50,12 @@ STALE = {
 """How a step whose completions were drawn from older weights is corrected."""
 OBJECTIVES = ("grpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "rloo", "reinforce_pp")
 TEXT = (
-    "The river rises in the hills and runs for sixty miles before it meets the sea. In spring the snow melts and the water is "
-    "high; in late summer one can cross it on foot. Two towns lie on its banks. The older one has a stone bridge with five arches, "
-    "built by a mason whose name nobody knows. On market days farmers sell cheese, apples and honey there, and children fish from "
-    "the wall."
+    "The river rises in the hills and runs for sixty miles before it meets the sea.",
+    " In spring the snow melts and the water is high; in late summer one can cross it on foot. Two towns lie on its banks. The "
+    "older one has a stone bridge with five arches, built by a mason whose name nobody knows. On market days farmers sell cheese, "
+    "apples and honey there, and children fish from the wall.",
 )
-"""Ordinary English, written for this script."""
+"""Ordinary English, written for this script: what stands before, and what is scored."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def judged(task: str, model: Path | str, known: dict[str, Any]) -> dict[str, Any
         result[f"{other} greedy"] = report.greedy.mean
         if other == task:
             result |= {"greedy": report.greedy.mean, "sampled": report.sampled.mean, "pass@8": report.pass_at_k.mean}
-    return result | {"text": float(gw.load_policy(str(model)).score("", TEXT).mean())}
+    return result | {"text": float(gw.load_policy(str(model)).score(*TEXT).mean())}
 
 
 def measure(experiment: Experiment) -> dict[str, Any]:
