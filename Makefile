@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Tests start hundreds of interpreters: they keep what one has compiled, also where the environment says not to.
 TEST   := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo demo-real test test-fast test-faults test-kernels test-vllm lint docs site bench clean help
+.PHONY: demo demo-real test test-slow test-faults test-kernels test-vllm lint docs site bench clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,11 +23,11 @@ demo-real: $(VENV)/.core       ## GRPO on a real chat model (SmolLM2, 135M, a do
 	$(BIN)/groupwise train recipes/smollm2-sums.yaml
 	$(BIN)/groupwise examples runs/smollm2-sums
 
-test: $(VENV)/.test            ## the whole suite: 11 to 20 minutes on two cores
-	$(TEST)
-
-test-fast: $(VENV)/.test       ## what takes about half a second or less
+test: $(VENV)/.test            ## every behaviour once: minutes on two cores
 	$(TEST) -m 'not slow'
+
+test-slow: $(VENV)/.test       ## sweeps over families, kill loops, browser, several processes
+	$(TEST) -m slow
 
 test-faults: $(VENV)/.test     ## inject every fault, print how each ends, and make docs/reliability.md of it
 	$(TEST) -n 0 tests/faults --ignore tests/faults/test_page.py --fault-page docs/reliability.md

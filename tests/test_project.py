@@ -59,7 +59,7 @@ def test_what_is_installed_here_is_what_is_pinned() -> None:
     assert not different, "the Makefile installs what constraints.txt pins"
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "test-vllm", "lint", "docs", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "test-vllm", "lint", "docs", "bench"])
 def test_make_targets_set_up_what_they_need(target: str) -> None:
     """What `make` would do, in a clone without a virtual environment."""
     command = ["make", "--dry-run", "--always-make", "VENV=/nowhere", target]
