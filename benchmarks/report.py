@@ -1,4 +1,4 @@
-"""docs/performance.md from benchmarks/results: nothing on that page is typed in.
+"""benchmarks/figures.md from benchmarks/results: nothing on that page is typed in.
 
 python benchmarks/report.py
 """
@@ -11,26 +11,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "figures.md"
 
 INTRO = """\
-# Performance
+# Figures of the benchmarks
 
-How fast it is, against what, and how to measure it on your machine: for whoever decides, and for whoever makes it faster. Made by
-`python benchmarks/report.py` from `benchmarks/results/`; every figure was written there by the benchmark that its section
-names. Processor time of all threads (`cpu`) stands beside elapsed time (`wall`): on a machine that does other things at the same
-time it is the steadier of the two. `load` is the machine's load when a result was written; above the number of cores the figures
-are rough.
+`python benchmarks/report.py` makes this page from `benchmarks/results/`. The benchmark that a section names wrote its figures. Docs
+say what they mean for a user: [performance](../docs/performance.md).
 
-On a CPU the inner loops are compiled C++ (`src/groupwise/ops/cpu`): what lies between large matrix products everywhere, decoding's
-products, and the float32 products of the update too, as exact as torch's, on processors with matrix tiles (AMX) or AVX-512 (not on
-Intel's without tiles: not measured) (`tests/ops/cpu/test_matrices.py`). `GROUPWISE_KERNELS=off` runs the same without.
-The command asks torch for pages of 2 MB for large tensors, as our side of these benchmarks does (`THP_MEM_ALLOC_ENABLE=0` leaves
-them); TRL's side is no faster with them and takes more memory.
+`cpu` is the processor time of all threads, `wall` the elapsed time. On a machine that does other work too, processor time is the
+steadier of the two. `load` is the machine's load when a result was written. Above the number of cores the figures are rough.
 
-No GPU has been at hand: nothing of this was ever run on one, and there are no figures for any. What runs there is checked on CPUs
-(`tests/rollout/native/test_on_gpus.py`, `tests/models/test_attention.py`) and has tests marked `gpu`; `--device cuda`, or
-`--shape 0.5B` and `1.5B` (Qwen2.5's shapes), are for the day.
+`GROUPWISE_KERNELS=off` runs the same without the compiled kernels. Both sides of a comparison may use pages of 2 MB for large
+tensors (`THP_MEM_ALLOC_ENABLE=0` turns them off). TRL is no faster with them and takes more memory.
+
+No figure is from a GPU. `--device cuda`, and `--shape 0.5B` or `1.5B` (the shapes of Qwen2.5), measure one.
 """
 TRL = """\
 ## Against TRL

@@ -24,7 +24,7 @@ from _workload import Workload, add_options, model_folder, workload
 from limits import update_flops
 from vs_trl import Side
 
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+IMAGES = Path(__file__).parent / "images"
 AXES: dict[str, tuple[float, ...]] = {
     "group": (2, 4, 8, 16),
     "prompt": (32, 128, 512),

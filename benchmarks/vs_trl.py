@@ -9,7 +9,7 @@ Before anything is timed, our side computes log-probs and gradients for the comp
     python benchmarks/vs_trl.py --objective sft --shape M
     python benchmarks/vs_trl.py --objective distill --shape M   # a step against `DistillationTrainer`
     python benchmarks/vs_trl.py --model ~/.cache/groupwise/models/smollm2   # real weights, asked for sums
-    python benchmarks/vs_trl.py --grid            # every row of docs/performance.md
+    python benchmarks/vs_trl.py --grid            # every row of benchmarks/figures.md
     python benchmarks/vs_trl.py --shape 0.5B      # on a GPU; --grid --device cuda: every row of a GPU
 
 A ratio is TRL's median over ours: 3 means three times as fast, or a third of the memory.  `rollout` counts generation, decoding
@@ -117,7 +117,7 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def grid(device: str = "cpu") -> dict[str, Workload]:
-    """The rows of docs/performance.md, by name."""
+    """The rows of benchmarks/figures.md, by name."""
     rows: dict[str, Workload] = {}
     for shape, base in ((name, one) for name, one in SHAPES.items() if one.device == device):
         rows[f"{shape} float32"] = replace(base, dtype="float32")
@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--pairs", type=int, default=5, help="steps of each side (default: 5)")
-    parser.add_argument("--grid", action="store_true", help="every row of docs/performance.md")
+    parser.add_argument("--grid", action="store_true", help="every row of benchmarks/figures.md")
     options = parser.parse_args()
     # A step of the grid's large shapes takes TRL most of a minute: `--grid` alone is an hour's work on one thread.
     rows = grid(options.device or "cpu") if options.grid else {"": workload(options)}

@@ -1,13 +1,15 @@
 """Makes what is a repetition of the code: `python docs/generate.py` (part of `make docs`).
 
-Whole pages (algorithms.md and one for each row, executed.md, metrics.md, models.md, settings.md),
+Whole pages (algorithms.md and one for each row, metrics.md, models.md, settings.md),
 the types of `gw.train`'s keywords, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
+import importlib
 import inspect
 import json
 import re
@@ -19,16 +21,20 @@ from typing import Any
 import numpy as np
 import yaml
 
+from groupwise import errors
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
+from groupwise.cli.commands import COMMANDS, parsers
 from groupwise.cli.explain import render, work
 from groupwise.config.schema import reference, settings_table, show
 from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
 from groupwise.data.packing import divide
+from groupwise.models.shape import Shape
 from groupwise.proof.passes import MANY
 from groupwise.proof.texts import ACROSS, FULL, LARGE
 from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
+from groupwise.runs.plan import Load, prepared_weights, process_memory
 from groupwise.training.metric_table import METRICS
 
 DOCS = Path(__file__).parent
@@ -158,35 +164,6 @@ def metrics_page() -> str:
     return "\n".join(lines)
 
 
-EXECUTED = """\
-# What is executed
-
-For whoever asks whether an example of these pages still works. `tests/test_docs.py` goes through every fenced block of every page.
-Made by `make docs` from `docs/commands.yaml`.
-
-| block | what is done with it |
-|---|---|
-| `python` | executed in an empty folder, one after the other; examples with `>>>` are compared with what they show |
-| `console` | each `$ groupwise ...` is executed and its output compared |
-| `yaml` | parsed and checked as a recipe, with all parts resolved |
-| `json` | parsed |
-| `text` | not code: formulas, drawings, output; the commands of [the first hour](first-hour.md) are executed by its script |
-| commands | parsed by the command's own parser; who runs them is listed below |
-
-A block in another language fails the test. Commands that are only parsed where they stand:
-
-| command | executed by | not executed because |
-|---|---|---|
-"""
-
-
-def executed_page() -> str:
-    """How every block of the documentation is checked."""
-    rows = yaml.safe_load((DOCS / "commands.yaml").read_text(encoding="utf-8"))
-    lines = (f"| `{cell(row['match'])}` | {row.get('run', '')} | {row.get('not_run', '')} |" for row in rows)
-    return EXECUTED + "\n".join(lines) + "\n"
-
-
 METRICS_INTRO = """\
 # The metrics
 
@@ -235,7 +212,7 @@ def from_grpo(row: Algorithm) -> dict[str, Any] | None:
     return changed
 
 
-def first_paragraph(function: Callable[..., Any]) -> str:
+def first_paragraph(function: Callable[..., Any] | type) -> str:
     """Of its docstring, on one line."""
     return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
 
@@ -437,6 +414,150 @@ def proof(row: dict[str, Any]) -> list[str]:
     return [runs, ", ".join(paths), " and ".join(lower) or "refused", cell(" ".join([*row["says"], *said]))]
 
 
+# ---------------------------------------------------------------- docs/commands.md
+
+COMMANDS_INTRO = """\
+# Commands
+
+`groupwise COMMAND --help` prints the same. A recipe is a YAML file or the name of a [bundled one](recipes.md). `KEY=VALUE`
+overrides a [setting](settings.md). Every command also takes `--debug`, which shows the traceback of an error.
+`make docs` makes this page from the parser.
+"""
+
+
+def commands_page() -> str:
+    """Every command with its arguments and examples, as its parser has them."""
+    _, commands = parsers(list(COMMANDS))
+    lines = [COMMANDS_INTRO, "| command | what it does |", "|---|---|"]
+    lines += [f"| [`{name}`](#{name}) | {cell(text)} |" for name, text in COMMANDS.items()]
+    for name, text in COMMANDS.items():
+        lines += ["", f"## {name}", "", f"{text[0].upper()}{text[1:]}.", "", "```text", usage(name, commands[name]), "```", ""]
+        rows = [argument_row(action) for action in commands[name]._actions if action.dest not in ("help", "debug")]
+        if rows:
+            lines += ["| argument | meaning |", "|---|---|", *rows, ""]
+        module = importlib.import_module(f"groupwise.cli.commands.{name.replace('-', '_')}")
+        lines += ["```text", *(" ".join(example.split("  ", 1)[0].split()) for example in module.EXAMPLES), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def usage(name: str, command: argparse.ArgumentParser) -> str:
+    """How a command is written: its arguments by position, then whether there are options."""
+    words = ["groupwise", name]
+    for action in command._actions:
+        if not action.option_strings:
+            value = str(action.metavar or action.dest.upper()) + (" ..." if action.nargs in ("*", "+") else "")
+            words.append(f"[{value}]" if action.nargs in ("?", "*") else value)
+    optional = any(action.option_strings and action.dest not in ("help", "debug") for action in command._actions)
+    return " ".join([*words, "[options]"] if optional else words)
+
+
+def argument_row(action: argparse.Action) -> str:
+    """A row of a command's table."""
+    value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+    name = f"{action.option_strings[-1]} {value}" if action.option_strings else str(value)
+    text = (action.help or "") % {"default": action.default, "prog": "groupwise"}
+    return f"| `{cell(name.strip())}` | {cell(text)} |"
+
+
+# ---------------------------------------------------------------- docs/errors.md
+
+ERRORS_INTRO = """\
+# Errors
+
+Every error of Groupwise names the value that is wrong and what to do. This page lists the messages that people meet most, with
+cause and cure. `...` stands for what a message fills in. `--debug` shows the traceback. For wrong results without an error:
+[what goes wrong](failures.md).
+
+## Exit codes
+
+| code | error | meaning |
+|---|---|---|
+| 0 | | the command did what it was asked |
+"""
+SIGNALS = """\
+| 130 | | Ctrl-C; the same command continues |
+| 128 + N | | signal N, for example 143 for SIGTERM; the same command continues |
+| 141 | | nobody reads the output any more (`| head`); the same command continues |
+"""
+
+
+def errors_page() -> str:
+    """Exit codes as the classes have them, then messages with cause and cure."""
+    kinds: dict[int, list[type]] = {}
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.GroupwiseError) and kind is not errors.Problems:
+            kinds.setdefault(kind.exit_code, []).append(kind)
+    lines = [ERRORS_INTRO.rstrip()]
+    for code, classes in sorted(kinds.items()):
+        names = ", ".join(f"`{kind.__name__}`" for kind in classes if kind is not errors.GroupwiseError)
+        says = " ".join(first_paragraph(kind) for kind in classes if kind is not errors.GroupwiseError)
+        lines.append(f"| {code} | {names} | {cell(says)} |")
+    lines += [SIGNALS.replace("`| head`", "`\\| head`").rstrip()]
+    sections = yaml.safe_load((DOCS / "errors.yaml").read_text(encoding="utf-8"))
+    for title, rows in sections.items():
+        lines += ["", f"## {title}", "", "| message | cause | cure |", "|---|---|---|"]
+        lines += [f"| `{cell(row['message'])}` | {cell(row['cause'])} | {cell(row['cure'])} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------- docs/memory.md
+
+KNOWN_MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("SmolLM2-135M", {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+                      "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    ("Qwen3-0.6B", {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}),
+    ("Qwen3-1.7B", {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+                    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}),
+    ("Qwen3-4B", {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                  "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}),
+    ("Llama-3.1-8B", {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                      "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}),
+    ("Qwen3-8B", {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                  "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}),
+    ("Qwen3-14B", {"vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
+                   "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}),
+    ("Qwen3-32B", {"vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
+                   "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}),
+)  # fmt: skip
+"""What the table of memory names, with the sizes of their published configurations."""
+
+
+def memory_table() -> str:
+    """The plan's bytes on one GPU, model by model."""
+    lines = ["| model | full, `float32` | full, `autocast` | full, `bfloat16` | LoRA, `bfloat16` | LoRA, sampled by servers |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, config in KNOWN_MODELS:
+        cells = [
+            planned(config, "float32"), planned(config, "autocast"), planned(config, "bfloat16"),
+            planned(config, "bfloat16", rank=16), planned(config, "bfloat16", rank=16, servers=True),
+        ]  # fmt: skip
+        lines.append(f"| {name} | " + " | ".join(f"{need:.0f}" if need >= 10 else f"{need:.1f}" for need in cells) + " |")
+    return "\n".join(lines)
+
+
+def planned(config: dict[str, Any], dtype: str, *, rank: int = 0, servers: bool = False) -> float:
+    """GiB at the peak of one process on a GPU, by the plan's own formula."""
+    products = linear_sizes(config)
+    outside = config["vocab_size"] * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
+    parameters = outside + config["num_hidden_layers"] * sum(one * other for one, other in products)
+    shape = Shape.of(config, parameters, dtype=dtype)
+    load = Load(
+        prompts=16, group=8, prompt_tokens=256, completion_tokens=512, budget=8192, recompute=True, cpu=False,
+        rows=0 if servers else 128, prepared=0 if servers else prepared_weights(shape, cpu=False),
+        adapter=config["num_hidden_layers"] * rank * sum(one + other for one, other in products),
+    )  # fmt: skip
+    return process_memory(shape, load, prompts=16).peak / 2**30
+
+
+def linear_sizes(config: dict[str, Any]) -> list[tuple[int, int]]:
+    """Inputs and outputs of the linear layers of a block."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    width = config.get("head_dim", hidden // config["num_attention_heads"])
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    return [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
+
+
 # ---------------------------------------------------------------- docs/scaling.md
 
 
@@ -503,7 +624,8 @@ def parallel_table() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "algorithms.md": algorithms_page,
-    "executed.md": executed_page,
+    "commands.md": commands_page,
+    "errors.md": errors_page,
     "metrics.md": metrics_page,
     "models.md": models_page,
     "settings.md": reference,
@@ -513,6 +635,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rewards": rewards_table,
     "explain": explain_block,
     "rooms": rooms_table,
+    "memory": memory_table,
     "balance": balance_table,
     "parallel": parallel_table,
 }

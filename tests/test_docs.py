@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib.util
 import io
@@ -23,6 +24,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from groupwise import errors
 from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
 from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
@@ -207,7 +209,7 @@ def test_pages_have_code_to_check() -> None:
     """The test above would pass on pages whose blocks it does not see."""
     assert {path.name for path in PAGES if any(block.language == "python" for block in blocks(path))} >= {
         "batches.md", "data.md", "environments.md", "first-hour.md", "from-trl.md", "grpo.md", "kl.md", "monitoring.md",
-        "own-loop.md", "own-parts.md", "packing.md", "python.md", "rewards.md", "weights.md",
+        "formats.md", "own-loop.md", "own-parts.md", "python.md", "rewards.md",
     }  # fmt: skip
 
 
@@ -249,7 +251,7 @@ def test_pages_are_about_the_project_alone() -> None:
     for path in [*PAGES, *DOCS.glob("*.py")]:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"/(work|home|root|tmp|usr|mnt)/", text), path.name
-        prose = re.sub(r"\[[^\]\n]*\] \||`[^`\n]*`", "", text)
+        prose = re.sub(r"^```json.*?^```$|\[[^\]\n]*\] \||`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
         wrong = re.findall(r"\b(?:responses?|behaviour|old[- ]policy)\b", prose, flags=re.IGNORECASE)
         assert not wrong, f"{path.name}: {wrong}"
 
@@ -400,6 +402,72 @@ def test_the_glossary_has_every_word_that_names_are_made_of() -> None:
     needed = {"prompt", "completion", "rollout", "group", "reward", "credit", "advantage", "policy", "behavior", "reference"}
     assert needed | {"teacher", "segment", "weight"} <= words
     assert sorted(words - {"word"}, key=str.casefold) == [row[0] for row in cells("words.md", 2)][1:]
+
+
+# ---------------------------------------------------------------- formats of data
+
+
+GALLERY = DOCS / "formats.md"
+PAIRED = {"ratings.yaml": 2, "kto.yaml": 2}
+"""Recipes of the gallery whose four rows make fewer pairs."""
+
+
+def gallery() -> list[str]:
+    return [block.file for block in blocks(GALLERY) if block.language == "yaml" and block.file is not None]
+
+
+@pytest.mark.parametrize("name", gallery())
+def test_every_row_of_the_gallery_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four rows each, read by `groupwise train --dry-run` with a model from scratch."""
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(GALLERY):
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    rows = (tmp_path / name).with_suffix(".jsonl").read_text(encoding="utf-8")
+    assert rows.count("\n") == 4
+    small = "{hidden: 32, layers: 1, heads: 2, context: 2000, tokenizer: bytes}"
+    overrides = [f"model.scratch={small}", "steps=1", "group.prompts_per_step=1", "rollout.max_new_tokens=8"]
+    if "objective: grpo" not in (tmp_path / name).read_text(encoding="utf-8"):
+        overrides = overrides[:2]
+    assert commands.main(["train", name, "--dry-run", *overrides]) == 0
+    plan = capsys.readouterr().out
+    expected = PAIRED.get(name, 4)
+    assert re.search(rf"\b{expected} (prompts|rows) to train on", plan), plan
+    assert "dropped" not in plan or name in PAIRED
+
+
+# ---------------------------------------------------------------- errors
+
+
+def texts_of_the_source() -> list[str]:
+    """Every string of the library; what an f-string fills in is a gap."""
+    found = []
+    for path in (ROOT / "src" / "groupwise").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_the_messages_of_the_page_are_those_of_the_source() -> None:
+    texts = texts_of_the_source()
+    stale = []
+    for rows in yaml.safe_load((DOCS / "errors.yaml").read_text(encoding="utf-8")).values():
+        for row in rows:
+            assert set(row) == {"message", "cause", "cure"}
+            pattern = re.compile(".*".join(re.escape(part) for part in row["message"].split("...")), re.DOTALL)
+            if not any(pattern.search(text) for text in texts):
+                stale.append(row["message"])
+    assert not stale, f"no message of the library says: {stale}"
+
+
+def test_the_page_has_every_exit_code() -> None:
+    codes = {kind.exit_code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.GroupwiseError)}
+    assert codes <= {int(row[0]) for row in cells("errors.md", 3) if row[0].isdigit()}
 
 
 # ---------------------------------------------------------------- GRPO in one file

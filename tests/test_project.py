@@ -135,4 +135,4 @@ def test_python_that_leaves_checks_out_is_refused(how: dict[str, str]) -> None:
 def test_the_system_that_is_needed_is_said() -> None:
     """Locks, limits and sockets are POSIX's."""
     assert "Operating System :: POSIX" in project()["classifiers"]
-    assert "on Windows: WSL" in (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
+    assert "on Windows: WSL" in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")

@@ -51,7 +51,8 @@ def pages() -> list[str]:
         "index.html", "first-hour.html", "grpo.html", "kl.html", "batches.html", "choosing.html", "monitoring.html",
         "failures.html",
         "algorithms.html", "algorithms/ppo.html", "metrics.html", "settings.html", "models.html", "performance.html",
-        "scaling.html", "from-trl.html", "architecture.html", "log.html", "security.html",
+        "scaling.html", "from-trl.html", "architecture.html", "install.html", "commands.html", "errors.html", "formats.html",
+        "security.html",
     ]  # fmt: skip
 
 
@@ -105,5 +106,5 @@ def test_the_search_works_in_a_page_opened_from_a_file(site: Path, chromium: Any
 
 def test_the_navigation_is_in_the_order_of_a_learner() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert nav[:3] == ["index.md", "first-hour.md", "real-model.md"]
-    assert [next(iter(part)) for part in nav[3:]] == ["Learn GRPO", "How to", "Reference"]
+    assert nav[:2] == ["index.md", "install.md"]
+    assert [next(iter(part)) for part in nav[2:]] == ["Tutorials", "How to", "Explanation", "Reference"]

@@ -2,7 +2,7 @@
 
 - A page for each row of the table of algorithms stands in the navigation without being listed by hand.
 - SECURITY.md and CHANGELOG.md, which stand in the repository's root, are pages of the site.
-- Pictures that benchmarks wrote are copied; links to source files, which the site does not hold, become their names.
+- Links to source files, which the site does not hold, become their names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import yaml
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-PICTURES = "benchmarks/results"
 MOVED = {"SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
 """Files of the root and what they are called in the site."""
 
@@ -37,15 +36,13 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the root's pages and the benchmarks' pictures."""
+    """Add the root's pages."""
     for name, page in MOVED.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         text = re.sub(r"\]\(docs/", "](", text)
         for other, moved in MOVED.items():
             text = text.replace(f"]({other})", f"]({moved})")
         files.append(File.generated(config, page, content=text))
-    for path in sorted((ROOT / PICTURES).glob("*/*.png")):
-        files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files
 
 
@@ -53,16 +50,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Rewrite links that leave docs/; fences in the documentation carry `file=NAME`, which becomes a title."""
 
     def link(match: re.Match[str]) -> str:
-        bang, text, target = match[1], match[2], match[3]
+        text, target = match[1], match[2]
         inside = os.path.normpath(os.path.join("docs", os.path.dirname(page.file.src_path), target))
-        if inside.startswith(PICTURES):
-            depth = page.file.src_path.count("/")
-            return f"{bang}[{text}]({'../' * depth}{inside})"
         if inside in MOVED:
             return f"[{text}]({MOVED[inside]})"
         return text if text.startswith("`") else f"{text} (`{inside}`)"
 
-    markdown = re.sub(r"(!?)\[([^\]]*)\]\((\.\./[^)\s]+)\)", link, markdown)
+    markdown = re.sub(r"\[([^\]]*)\]\((\.\./[^)\s]+)\)", link, markdown)
     return re.sub(r"^```(\w+) file=(\S+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
 
 

@@ -48,5 +48,5 @@ def test_kernels_of_the_page_are_those_of_the_library(benchmark: ModuleType) -> 
 def test_the_page_of_performance_is_made_of_them(benchmark: ModuleType) -> None:
     import report
 
-    assert report.page() == (FOLDER.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert report.page() == (FOLDER / "figures.md").read_text(encoding="utf-8")
     assert {path.name for path in (FOLDER / "results").iterdir()} <= {f"{kind}.json" for kind in report.KINDS}

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - the lines of a page
-"""docs/reliability.md, made from the faults that were injected and how they ended (`make test-faults`)."""
+"""outcomes.md beside this file, made from the faults that were injected and how they ended (`make test-faults`)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 INTRO = """\
-# Reliability
+# Injected faults and how they end
 
-What a run survives, and how it ends where it cannot: for whoever leaves one alone over night. Made by `make test-faults`, which injects every fault of both tables and writes this page only if all of them end as they must.
-
-What is promised, and tested there:
-
-- **Nothing is trusted until it has its name.** Checkpoints, models, rollouts and the log's head are written beside their place, synced,
-  renamed. A run may be killed at any moment: `python tests/faults/kill_runs.py --kills 200` does it, half of the time inside a save, to
-  GRPO, SFT, reward-model, DPO and LoRA runs, on one process and on two, with whole and with sharded saves. Every run comes to the bits of
-  one that was never killed, and never loses more than one save interval: of 200 kills, 28 or 29 of each kind and 131 inside a save,
-  none lost more than two steps, with a save due every two.
-- **An error keeps what was learnt.** Whatever ends a run (a reward that raises, a disk, another process, a signal), the last whole step is
-  saved first, on one process or on many; the message says where, and what to do.
-- **Resuming mixes nothing.** A changed recipe, a changed data file, a changed reward file, a stage that was trained again, other weights in
-  the folder of a teacher, of a critic or under an adapter: each is named and refused; `--accept-changes` continues where the recipe is
-  still the same. A change of a file that arguments name only warns: a reward may write to it. What a file of code imports is not looked
-  at. "Finished" is believed only if the final model is whole.
-- **One message, one exit code, no traceback** (`--debug` shows it): 2 recipe or data, 1 reward, 4 diverged, 5 checkpoint, 6 disk, 7 engine,
-  8 another process, 9 memory, 130 Ctrl-C, 128 + N after signal N (143 SIGTERM), 141 where nobody reads the output any more.
-- **Secrets stay out** of the run folder, logs and messages, by name, and by what the environment holds. Text that others wrote is
-  shown with its control characters as escapes.
-- **No pickle is run**: checkpoints are safetensors and JSON; the index of sharded ones is read by an unpickler that knows an index's classes
-  only, after every byte was verified.
+`make test-faults` injects every fault of both tables and writes this page if all of them end as they must. What it means for a run:
+[docs/reliability.md](../../docs/reliability.md).
 
 ## Faults that are injected
 

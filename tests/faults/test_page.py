@@ -1,4 +1,4 @@
-"""docs/reliability.md says of each fault what its test says."""
+"""tests/faults/outcomes.md says of each fault what its test says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def marks(name: str) -> list[tuple]:
 
 
 def test_the_page_has_every_fault() -> None:
-    page = (HERE.parents[1] / "docs" / "reliability.md").read_text(encoding="utf-8")
+    page = (HERE / "outcomes.md").read_text(encoding="utf-8")
     found = marks("fault")
     assert len(found) > 20
     missing = [
@@ -33,11 +33,11 @@ def test_the_page_has_every_fault() -> None:
         for case, injected, _ in found
         if f"| {case} | {injected.replace('|', chr(92) + '|').replace('<', '&lt;')} |" not in page
     ]
-    assert not missing, f"docs/reliability.md lacks {missing}: make test-faults"
+    assert not missing, f"tests/faults/outcomes.md lacks {missing}: make test-faults"
 
 
 def test_each_of_trls_faults_has_a_test_and_a_row() -> None:
-    page, faults = (HERE.parents[1] / "docs" / "reliability.md").read_text(encoding="utf-8"), TRL
+    page, faults = (HERE / "outcomes.md").read_text(encoding="utf-8"), TRL
     outcomes = {number: text for number, *outcome in marks("trl") for text in outcome}
     assert sorted(outcomes) == list(range(1, len(faults) + 1))
     assert {number for number, *_ in marks("trl")} == set(outcomes)
@@ -46,4 +46,4 @@ def test_each_of_trls_faults_has_a_test_and_a_row() -> None:
         for number, (injected, theirs) in enumerate(faults, start=1)
         if f"| {number} | {injected} | {theirs} | {outcomes[number]} |" not in page
     ]
-    assert not missing, f"docs/reliability.md lacks {missing} of TRL's: make test-faults"
+    assert not missing, f"tests/faults/outcomes.md lacks {missing} of TRL's: make test-faults"
