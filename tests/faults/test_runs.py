@@ -930,13 +930,13 @@ def test_a_kernel_library_that_is_cut_off_is_compiled_again(tmp_path: Path, monk
 
     monkeypatch.setattr(library, "_run", run)
     monkeypatch.setattr(library, "cache_folder", lambda: tmp_path)
-    made = library._compiled("g++")
-    assert library._compiled("g++") == made
+    made = library._compiled(["g++"])
+    assert library._compiled(["g++"]) == made
     assert compiled == [1]
     whole = made.read_bytes()
     for damaged in (whole[:500], b"", whole[:-1] + b"x"):
         made.write_bytes(damaged)
-        assert library._compiled("g++").read_bytes() == whole
+        assert library._compiled(["g++"]).read_bytes() == whole
     assert compiled == [4]
 
 

@@ -19,6 +19,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from groupwise.models.attention import PackedAttention
+from groupwise.ops.attention import EVERYTHING, Query
 
 spec = importlib.util.spec_from_file_location("families", Path(__file__).with_name("families.py"))
 assert spec is not None
@@ -124,14 +125,13 @@ def test_the_family_comparison_finds_planted_differences(family: str, fault: str
     """With the library's own proof off: what is compared here depends on nothing that it believes."""
     right = PackedAttention.__call__
 
-    def wrong(self: Any, layer: int, query: Any, key: Any, value: Any, scale: float, softcap: Any, window: Any, **more: Any) -> Any:
-        if fault == "neighbour" and query.shape[2] > 60:
-            value = value.clone()
-            value[:, :, 50] += value[:, :, 0]
-        softcap = None if fault == "softcap" else softcap
-        window = None if fault == "window" else window
-        scale = 1.01 * scale if fault == "scale" else scale
-        return right(self, layer, query, key, value, scale, softcap, window, **more)
+    def wrong(self: Any, query: Query) -> Any:
+        if fault == "neighbour" and query.query_THD.shape[0] > 60:
+            value_TKE = query.value_TKE.clone()
+            value_TKE[50] += value_TKE[0]
+            query = query._replace(value_TKE=value_TKE)
+        changes = {"softcap": {"cap": None}, "window": {"reach": EVERYTHING}, "scale": {"scale": 1.01 * query.scale}}
+        return right(self, query._replace(**changes.get(fault, {})))
 
     monkeypatch.setattr(PackedAttention, "__call__", wrong)
     with pytest.raises(families.Different, match="differs by"):

@@ -6,24 +6,23 @@ It is not an argument of the forward pass: not every family hands unknown argume
 Training uses `PackedAttention` below; the rollout engine brings its own, which also keep keys and values.  No mask of P x P is
 ever made, no cache object is used, and positions are always given explicitly.
 
-T positions of the stream   H query heads   K key-value heads   D head width   S segments
+T positions of the stream   H query heads   K key-value heads   D head width   E width of values   S segments
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models.masks import REMEDY, Reach, note_reach, reach_of
-from groupwise.ops.attention import StreamAttention
+from groupwise.models.masks import REMEDY, note_reach, reach_of
+from groupwise.ops.attention import Query, StreamAttention
 from groupwise.ops.functional import again
 from groupwise.records import Layout
 
@@ -33,22 +32,8 @@ NAME = "groupwise"
 class Attend(Protocol):
     """Who may look at whom, for one forward pass."""
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Queries (1, H, T, D), keys (1, K, T, D), rotated already, and values (1, K, T, E) -> outputs (1, T, H, E).
-
-        window, chunk: see `masks.Reach`.   sinks_H: score of a key beside all others, which has no value (gpt-oss).
-        """
+    def __call__(self, query: Query) -> Tensor:
+        """(T, H, E)."""
         ...
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
@@ -110,13 +95,11 @@ def packed_attention(
     if getattr(module, "attn_temperature_tuning", False):
         query = _tempered(module, query, position_T)
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary embeddings leave queries and keys in float32 while values are in bfloat16; a kernel takes one type.
-        lower = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(lower), key.to(lower), value.to(lower)
-    reach, layer = reach_of(module), module.layer_idx
-    if s_aux is None and reach.chunk is None:
-        return attend(layer, query, key, value, scale, softcap, reach.window), None  # type: ignore[arg-type]
-    return attend(layer, query, key, value, scale, softcap, reach.window, reach.chunk, s_aux), None  # type: ignore[arg-type]
+        value = value.to(torch.get_autocast_dtype(query.device.type))
+    # Under autocast rotary embeddings leave queries and keys in float32 while values are in bfloat16; a kernel takes one type.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return attend(Query(module.layer_idx, *rows, scale, softcap, reach_of(module), s_aux)).unsqueeze(0), None
 
 
 def _tempered(module: Any, query: Tensor, position_T: Tensor) -> Tensor:
@@ -161,36 +144,15 @@ def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 class PackedAttention:
-    """Causal attention inside each segment, and from each segment to the whole of its prefix: `ops.attention`.
-
-    Soft caps, windows and chunks shorter than the sequence, sinks, and values of another width take the explicit form.
-    """
+    """Causal attention inside each segment, and from each segment to the whole of its prefix: `ops.attention`."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.attention = StreamAttention(layout)
-        self.longest = self.attention.longest
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        if window is not None and window >= self.longest:
-            window = None
-        if chunk is not None and chunk >= self.longest:
-            chunk = None
-        same = query.shape[-1] == value.shape[-1]
-        if softcap is not None or window is not None or chunk is not None or sinks_H is not None or not same:
-            return explicit_attention(self.layout, query, key, value, scale, softcap, window, chunk, sinks_H, form=quick_attention)
-        return self.attention(query, key, value, scale)
+    def __call__(self, query: Query) -> Tensor:
+        """See `Attend`."""
+        return self.attention(query)
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """Longest sequence that each position belongs to: its segment and the prompt before it (T,)."""
@@ -202,97 +164,3 @@ class PackedAttention:
         filler = layout.total - sum(layout.length)
         counts = torch.tensor([*layout.length, filler], device=position_T.device)
         return torch.tensor([*longest, 1], device=position_T.device).repeat_interleave(counts)
-
-
-def explicit_attention(
-    layout: Layout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    chunk: int | None = None,
-    sinks_H: Tensor | None = None,
-    form: Callable[..., Tensor] | None = None,
-) -> Tensor:
-    """The definition, one segment at a time: scores, soft cap, causal mask and window, softmax.  Any device, any autograd.
-
-    The plain version that the fast paths are tested against, and the only one that knows soft caps, windows, chunks, sinks, and
-    values of another width than keys.   form: `quick_attention` in the place of `last_attention`.
-    """
-    heads, shared = query.shape[1], query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    outputs = []
-    for s in range(layout.segments):
-        a, b = layout.start[s], layout.start[s] + layout.length[s]
-        p = layout.prefix[s]
-        p0, p1 = (layout.start[p], layout.start[p] + layout.length[p]) if p >= 0 else (a, a)
-        keys = torch.cat([key[0, :, p0:p1], key[0, :, a:b]], 1)
-        values = torch.cat([value[0, :, p0:p1], value[0, :, a:b]], 1)
-        outputs.append((form or last_attention)(query[0, :, a:b], keys, values, scale, softcap, Reach(window, chunk), sinks_H))
-    filler = layout.total - (layout.start[-1] + layout.length[-1] if layout.segments else 0)
-    outputs.append(query.new_zeros(heads, filler, value.shape[-1]))
-    return torch.cat(outputs, 1).transpose(0, 1)[None].contiguous()
-
-
-ROWS = 256
-"""Queries of a long text that are computed at a time, with those keys alone that one of them sees."""
-
-
-def last_attention(
-    query_HQD: Tensor,
-    key_HTD: Tensor,
-    value_HTE: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    reach: Reach = Reach(),  # noqa: B008  (frozen)
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """What the last Q of T positions of one sequence see of it -> (H, Q, E).  Keys and values have as many heads as queries."""
-    queries, places = query_HQD.shape[1], key_HTD.shape[1]
-    wide, outputs = torch.promote_types(query_HQD.dtype, torch.float32), []
-    for rows, keys in _blocks(queries, places, reach):
-        scores = query_HQD[:, rows] @ key_HTD[:, keys].transpose(1, 2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~_seen(rows, keys, places - queries, reach, query_HQD.device), -torch.inf)
-        if sinks_H is not None:
-            scores = torch.cat([scores, sinks_H.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)], -1)
-        weight_HQT = scores.softmax(-1, dtype=wide)[..., : keys.stop - keys.start].to(value_HTE.dtype)
-        outputs.append(weight_HQT @ value_HTE[:, keys])
-    return torch.cat(outputs, 1)
-
-
-def quick_attention(
-    query_HQD: Tensor,
-    key_HTD: Tensor,
-    value_HTE: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    reach: Reach = Reach(),  # noqa: B008  (frozen)
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """`last_attention` by torch's kernels, whose scores are in float32 whatever the queries are; they know no cap and no sinks."""
-    if softcap is not None or sinks_H is not None:
-        return last_attention(query_HQD, key_HTD, value_HTE, scale, softcap, reach, sinks_H)
-    queries, places, outputs = query_HQD.shape[1], key_HTD.shape[1], []
-    for rows, keys in _blocks(queries, places, reach):
-        heads = query_HQD[None, :, rows], key_HTD[None, :, keys], value_HTE[None, :, keys]
-        seen_QT = _seen(rows, keys, places - queries, reach, query_HQD.device)
-        outputs.append(F.scaled_dot_product_attention(*heads, attn_mask=seen_QT, scale=scale)[0])
-    return torch.cat(outputs, 1)
-
-
-def _blocks(queries: int, places: int, reach: Reach) -> list[tuple[slice, slice]]:
-    """Some of the last `queries` of `places` positions, and the positions between the first and the last that one of them sees."""
-    ends, before = [(a, min(a + ROWS, queries)) for a in range(0, queries, ROWS)], places - queries
-    return [(slice(a, b), slice(max(int(reach.first(before + a)), 0), before + b)) for a, b in ends]
-
-
-def _seen(rows: slice, keys: slice, before: int, reach: Reach, device: torch.device) -> Tensor:
-    """bool: which of a block's keys each of its queries sees; the first query of all is at position `before`."""
-    place_Q = torch.arange(before + rows.start, before + rows.stop, device=device)
-    place_T = torch.arange(keys.start, keys.stop, device=device)
-    seen_QT = place_T[None] <= place_Q[:, None]
-    return seen_QT if reach == Reach() else seen_QT & (place_T[None] >= reach.first(place_Q)[:, None])  # type: ignore[index]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,33 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from groupwise.errors import ConfigError
 from groupwise.models.logit_scale import backbone_of
+from groupwise.ops.attention import Reach
 
 TRACE = "groupwise_trace"
 """Name of the implementation of attention that only looks at the rules of masks."""
 ATTRIBUTE = "groupwise_reach"
 """Attribute of an attention module that holds its `Reach`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Of the tokens before it, and itself, a query sees all; or the last `window`; or those in its chunk of `chunk` tokens."""
-
-    window: int | None = None
-    chunk: int | None = None
-
-    def first(self, position: int | Tensor) -> int | Tensor:
-        """The first position that a query at `position` sees; it may be below 0.
-
-        >>> Reach().first(9), Reach(window=4).first(9), Reach(chunk=4).first(9)
-        (0, 6, 8)
-        """
-        if self.window is not None:
-            return position - self.window + 1
-        return position * 0 if self.chunk is None else position // self.chunk * self.chunk
-
-    def span(self, position: Tensor) -> int | Tensor | None:
-        """How many positions, its own included, a query at `position` sees at most; None if all."""
-        return self.window if self.chunk is None else position % self.chunk + 1
 
 
 class Rule:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from groupwise.ops.attention import Reach
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.ops.cpu.decoding import (
     BLOCK,
@@ -237,7 +238,7 @@ class PreparedLayer:
     """The MLP's first product: gate beside up, or up alone."""
     down: Callable[[Tensor], Tensor]
     scale: float
-    window: int | None
+    reach: Reach
 
 
 class Operations:
@@ -317,7 +318,7 @@ class Operations:
                 up=layer.up,
                 down=layer.down,
                 scale=layer.scale,
-                window=layer.window,
+                window=layer.reach.window,
             )
             for layer in parts
         ]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_attention import definition
 from torch import Tensor
 from torch.nn import functional as F
 
-from groupwise.models.attention import PackedAttention, explicit_attention
-from groupwise.ops.attention import StreamAttention
+from groupwise.ops.attention import Query, StreamAttention
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.ops.cpu.library import absence
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs
@@ -73,15 +73,14 @@ def test_attention_and_its_gradients_are_the_definition(
     heads = shared * group
 
     def stream(count: int) -> Tensor:
-        return torch.randn(1, layout.total, count, width, generator=generator).to(dtype).transpose(1, 2)
+        return torch.randn(layout.total, count, width, generator=generator).to(dtype)
 
     given_ = [stream(heads), stream(shared), stream(shared)]
     mine = [tensor.clone().requires_grad_() for tensor in given_]
     exact = [tensor.double().requires_grad_() for tensor in given_]
-    attend = PackedAttention(layout)
-    assert kernels.fits(*mine)
-    found = attend(0, *mine, width**-0.5, None, None)
-    expected = explicit_attention(layout, *exact, width**-0.5, None, None)
+    assert kernels.fits(*Query(0, *mine, 1.0).heads)
+    found = StreamAttention(layout)(Query(0, *mine, width**-0.5))
+    expected = definition(layout, Query(0, *exact, width**-0.5))
     close(found, expected, dtype)
     grad = torch.randn(found.shape, generator=generator).to(dtype)
     found.backward(grad)
@@ -118,7 +117,7 @@ def test_attention_over_many_keys_and_of_wide_heads(dtype: torch.dtype, prompt: 
     stretches = StreamAttention(layout).stretches.tensors
     out, lse = kernels.attention(query, key, value, *stretches, scale)
     exact = [tensor.double().requires_grad_() for tensor in given_[:3]]
-    expected = explicit_attention(layout, *exact, scale, None, None).transpose(1, 2)
+    expected = definition(layout, Query(0, *(x[0].transpose(0, 1) for x in exact), scale)).transpose(0, 1)[None]
     close(out, expected, dtype)
     expected.backward(grad.double())
     found = kernels.attention_backward(grad, query, key, value, out, lse, *stretches, scale)
@@ -395,19 +394,19 @@ def test_what_the_kernels_do_not_take() -> None:
 
 def test_attention_never_reads_one_type_as_another() -> None:
     """Values in another type are left to torch, which says that it does not take them."""
-    query, value = torch.ones(1, 1, 9, 32), torch.ones(1, 1, 9, 32, dtype=torch.bfloat16)
+    query, value = torch.ones(9, 1, 32), torch.ones(9, 1, 32, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError):
-        PackedAttention(layout_of([(0, [9])], 0))(0, query, query, value, 1.0, None, None)
+        StreamAttention(layout_of([(0, [9])], 0))(Query(0, query, query, value, 1.0))
 
 
 def test_attention_never_reads_one_width_as_another() -> None:
     """Values that are narrower than keys (latent attention) are left to torch, which computes them."""
     torch.manual_seed(0)
-    query, key, value = torch.randn(2, 1, 1, 9, 32).unbind()[0], torch.randn(1, 1, 9, 32), torch.randn(1, 1, 9, 16)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
-    found = PackedAttention(layout_of([(0, [9])], 0))(0, query, key, value, 0.3, None, None)
-    assert found.shape == (1, 9, 1, 16)
-    torch.testing.assert_close(found.transpose(1, 2), expected, rtol=1e-5, atol=1e-6)
+    query = Query(0, torch.randn(9, 1, 32), torch.randn(9, 1, 32), torch.randn(9, 1, 16), 0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(*query.heads, is_causal=True, scale=0.3)
+    found = StreamAttention(layout_of([(0, [9])], 0))(query)
+    assert found.shape == (9, 1, 16)
+    torch.testing.assert_close(found.transpose(0, 1)[None], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_default_type_of_new_tensors_changes_nothing() -> None:

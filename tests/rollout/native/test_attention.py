@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from groupwise.models.attention import PackedAttention
+from groupwise.ops.attention import Query, Reach
 from groupwise.records import Layout
-from groupwise.rollout.native.attention import Decode, Prefill, explicit_partial_attention, partial_attention
+from groupwise.rollout.native.attention import Decode, Prefill
 from groupwise.rollout.native.kv_cache import KVCache
 
 HEADS, SHARED = 4, 2
@@ -36,21 +37,22 @@ def test_two_parts_are_one_softmax(width, softcap, window, lengths, ages, dtype)
     prompts, own = KVCache(1, 9, most_tokens=9), KVCache(6, 2, most_tokens=16)
     prompts.reserve(len(lengths), 9)
     total = sum(lengths)
-    stream = [torch.randn(1, n, total, width, dtype=dtype) for n in (HEADS, SHARED, SHARED)]
-    out = Prefill(prompts, lengths)(0, *stream, scale, softcap, window)
+    stream = [torch.randn(total, n, width, dtype=dtype) for n in (HEADS, SHARED, SHARED)]
+    how = (scale, softcap, Reach(window))
+    out = Prefill(prompts, lengths)(Query(0, *stream, *how))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     layout = Layout(start=tuple(starts), length=lengths, prefix=(-1,) * len(lengths), total=total)
-    torch.testing.assert_close(out, PackedAttention(layout)(0, *stream, scale, softcap, window))
+    torch.testing.assert_close(out, PackedAttention(layout)(Query(0, *stream, *how)))
     prompts.live = len(lengths)
     history = []
     for row in range(6):
         start = starts[entries[row]]
-        history.append([x[0, :, start : start + lengths[entries[row]]].transpose(0, 1) for x in stream[1:]])
+        history.append([x[start : start + lengths[entries[row]]] for x in stream[1:]])
     decode = Decode(prompts, own, torch.device("cpu"))
     own.live = 6
     own.reserve(6, 8)
     # Rows of different ages: those that have lived longer take steps before the others join.
-    slab = own.layer(0, stream[1][0].transpose(0, 1), prompts.layers[0].block)
+    slab = own.layer(0, stream[1], prompts.layers[0].block)
     for row in range(6):
         keys, values = (torch.randn(age[row], SHARED, width, dtype=dtype) for _ in range(2))
         slab.write(row, keys[None], values[None])
@@ -59,26 +61,11 @@ def test_two_parts_are_one_softmax(width, softcap, window, lengths, ages, dtype)
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 5e-2}[dtype]
     for _ in range(3):
         position = decode.next()
-        new = [torch.randn(1, n, 6, width, dtype=dtype) for n in (HEADS, SHARED, SHARED)]
-        out = decode(0, *new, scale, softcap, window)
-        assert out.shape == (1, 6, HEADS, width)
+        new = [torch.randn(6, n, width, dtype=dtype) for n in (HEADS, SHARED, SHARED)]
+        out = decode(Query(0, *new, *how))
+        assert out.shape == (6, HEADS, width)
         for row in range(6):
-            history[row] = [torch.cat([old, x[0, :, row][None]]) for old, x in zip(history[row], new[1:], strict=True)]
+            history[row] = [torch.cat([old, x[row][None]]) for old, x in zip(history[row], new[1:], strict=True)]
             assert int(position[row]) == len(history[row][0]) - 1
-            exact = joint(
-                new[0][0, :, row].double(), *(x.double() for x in history[row]), int(position[row]), scale, softcap, window
-            )
-            torch.testing.assert_close(out[0, row].double(), exact, rtol=0, atol=tolerance)
-
-
-def test_flash_part_is_the_explicit_part():
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(3, 2, n, 8) for n in (5, 7, 7))
-    bias = torch.zeros(3, 1, 1, 7).masked_fill(torch.rand(3, 1, 1, 7) < 0.4, -1e30)
-    for given in (None, bias):
-        for found, expected in zip(
-            partial_attention(query, key, value, 0.4, None, given),
-            explicit_partial_attention(query, key, value, 0.4, None, given),
-            strict=True,
-        ):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            exact = joint(new[0][row].double(), *(x.double() for x in history[row]), int(position[row]), scale, softcap, window)
+            torch.testing.assert_close(out[row].double(), exact, rtol=0, atol=tolerance)

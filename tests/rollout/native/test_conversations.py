@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_attention import joint
 
 from groupwise.environments.conversation import Reply
 from groupwise.errors import EngineError
-from groupwise.models.attention import last_attention, plain_attention
-from groupwise.models.masks import Reach
+from groupwise.models.attention import plain_attention
+from groupwise.ops.attention import Query, Reach
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.records import Episode, Finish, Prompt, Sampling, Turn
 from groupwise.rollout.native import engine as native
@@ -450,31 +451,30 @@ def test_several_tokens_at_once_see_what_they_would_one_by_one(rows, lengths, so
     torch.manual_seed(0)
     prompts, own = KVCache(2, 11, most_tokens=11), KVCache(1, 1, most_tokens=16)
 
-    def stream(count, key=2):
-        return [torch.randn(1, n, count, width, dtype=torch.float64) for n, width in ((4, 8), (key, 8), (key, value))]
+    def stream(count):
+        return [torch.randn(count, n, width, dtype=torch.float64) for n, width in ((4, 8), (2, 8), (2, value))]
 
-    def part(x, begin, end):
-        return x[0, :, begin:end]
+    reach, sinks_H = Reach(window, None if window else chunk), torch.randn(4, dtype=torch.float64) if sinks else None
 
-    chunk = None if window else chunk
-    how = {"scale": 0.3, "softcap": softcap, "window": window, "chunk": chunk}
-    how |= {"sinks_H": torch.randn(4, dtype=torch.float64) if sinks else None}
+    def asked(heads):
+        return Query(0, *heads, 0.3, softcap, reach, sinks_H)
+
     prompt = stream(sum(lengths))
-    Prefill(prompts, lengths)(0, *prompt, **how)
+    Prefill(prompts, lengths)(asked(prompt))
     prompts.live = 2
-    ends = [[part(x, 0, lengths[0]) for x in prompt], [part(x, lengths[0], None) for x in prompt]]
+    ends = [[x[: lengths[0]] for x in prompt], [x[lengths[0] :] for x in prompt]]
     kept = [stream(row[1]) for row in rows]
-    slab = own.layer(0, prompt[1][0].transpose(0, 1), 1, prompt[2][0].transpose(0, 1))
+    slab = own.layer(0, prompt[1], 1, prompt[2])
     own.reserve(1 + len(rows), 16)
     for place, (_, key, values) in enumerate(kept, 1):
-        slab.extend(place, 0, key[0].transpose(0, 1), values[0].transpose(0, 1))
+        slab.extend(place, 0, key, values)
     new = stream(sum(row[2] for row in rows))
     extend = Extend(prompts, own, 1, lengths, *([row[i] for row in rows] for i in range(3)))
-    found, start = extend(0, *new, **how), 0
+    found, start = extend(asked(new)), 0
     for (entry, _, count), (_, key, values) in zip(rows, kept, strict=True):
-        fresh = [part(x, start, start + count) for x in new]
-        pairs = zip(ends[entry][1:], (key[0], values[0]), fresh[1:], strict=True)
-        whole = [torch.cat(parts, 1).repeat_interleave(2, 0) for parts in pairs]
-        expected = last_attention(fresh[0], *whole, 0.3, softcap, Reach(window, chunk), how["sinks_H"])
-        torch.testing.assert_close(found[0, start : start + count], expected.transpose(0, 1), rtol=0, atol=1e-12)
+        fresh = [x[start : start + count] for x in new]
+        pairs = zip(ends[entry][1:], (key, values), fresh[1:], strict=True)
+        whole = [torch.cat(parts).repeat_interleave(2, 1).transpose(0, 1) for parts in pairs]
+        expected = joint(fresh[0].transpose(0, 1), *whole, asked(new))
+        torch.testing.assert_close(found[start : start + count], expected, rtol=0, atol=1e-12)
         start += count

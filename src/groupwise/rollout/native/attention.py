@@ -12,23 +12,18 @@ T own tokens   M prompt tokens
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.errors import EngineError
-from groupwise.models.attention import PackedAttention, quick_attention
-from groupwise.models.masks import Reach
+from groupwise.models.attention import PackedAttention
 from groupwise.ops import decoding
+from groupwise.ops.attention import ALIGNED, EVERYTHING, Query, Reach, behind, bias_of, part
 from groupwise.records import Layout
 from groupwise.rollout.native.kv_cache import KVCache, LayerCache
-
-HIDDEN = -1e30
-"""Score of a key that may not be seen: finite, so that a row which sees nothing of its prompt stays free of NaN."""
 
 
 class Prefill:
@@ -46,29 +41,17 @@ class Prefill:
             Layout(start=tuple(starts[:-1]), length=tuple(lengths), prefix=(-1,) * len(lengths), total=starts[-1])
         )
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, query: Query) -> Tensor:
         """The protocol `models.attention.Attend`.  Raises EngineError for the second of two layers with one number."""
+        layer, key_TKD, value_TKE = query.layer, query.key_TKD, query.value_TKE
         if layer in self._seen:
             raise EngineError(
                 f"two attention layers of the model have the number {layer} (layer_idx), and keys and values are kept by number: "
                 "give each its own; a module that stands in two places has to be copied first"
             )
         self._seen.add(layer)
-        query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
-        key_TKD, value_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        plain = softcap is None and chunk is None and sinks_H is None and key.shape == value.shape
-        slab = self.store.layer(layer, key_TKD, decoding.tokens_per_block(key_TKD) if plain else 1, value_TKD)
+        plain = query.cap is None and query.reach.chunk is None and query.sinks_H is None and key_TKD.shape == value_TKE.shape
+        slab = self.store.layer(layer, key_TKD, decoding.tokens_per_block(key_TKD) if plain else 1, value_TKE)
         i = 0
         while i < len(self.lengths):
             j, length = i, self.lengths[i]
@@ -76,66 +59,21 @@ class Prefill:
                 j += 1
             stretch = slice(self.starts[i], self.starts[j])
             whole = (j - i, length)
-            slab.write(self.first + i, *(x_TKD[stretch].reshape(*whole, *x_TKD.shape[1:]) for x_TKD in (key_TKD, value_TKD)))
+            slab.write(self.first + i, *(x_TKD[stretch].reshape(*whole, *x_TKD.shape[1:]) for x_TKD in (key_TKD, value_TKE)))
             i = j
-        return self._packed(layer, query, key, value, scale, softcap, window, chunk, sinks_H)
+        return self._packed(query)
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """See `PackedAttention.sequence_lengths`."""
         return self._packed.sequence_lengths(position_T)
 
-    def rows(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-    ) -> Tensor:
-        """The same token by token: (T, H, D) queries, (T, K, D) keys and values -> (T, H, D)."""
-        query, key, value = (x.transpose(0, 1)[None] for x in (query_THD, key_TKD, value_TKD))
-        return self(layer, query, key, value, scale, softcap, window)[0]
 
-
-class TokenAttend(ABC):
-    """The protocol `models.attention.Attend` for tokens that come one by one, or as if they did: what `rows` does with them."""
-
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """See `models.attention.Attend`."""
-        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        return self.rows(layer, query_THD, key_TKD, value_TKD, scale, softcap, window, chunk, sinks_H)[None]
+class TokenAttend:
+    """The protocol `models.attention.Attend` for tokens that come one by one, or as if they did."""
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
         return position_T + 1
-
-    @abstractmethod
-    def rows(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """The same token by token: (T, H, D) queries, (T, K, D) keys, (T, K, E) values -> (T, H, E)."""
 
 
 class Decode(TokenAttend):
@@ -182,41 +120,29 @@ class Decode(TokenAttend):
         """Which token of its completion each row draws in this step, from 0."""
         return self._length_R
 
-    def rows(
-        self,
-        layer: int,
-        query_RHD: Tensor,
-        key_RKD: Tensor,
-        value_RKD: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """The same row by row: (R, H, D) queries, (R, K, D) keys, (R, K, E) values -> (R, H, E)."""
+    def __call__(self, query: Query) -> Tensor:
+        """See `models.attention.Attend`, row by row: (R, H, E)."""
+        query_RHD, key_RKD, value_RKE = query.query_THD, query.key_TKD, query.value_TKE
         count, heads, width = query_RHD.shape
         shared = key_RKD.shape[1]
-        if window is not None and window >= self.longest_prompt + self.longest:
-            window = None
-        prompt = self.prompts.layers[layer]
-        own = self.own.layer(layer, key_RKD, prompt.block, value_RKD)
+        reach = query.reach.within(self.longest_prompt + self.longest)
+        prompt = self.prompts.layers[query.layer]
+        own = self.own.layer(query.layer, key_RKD, prompt.block, value_RKE)
         if prompt.blocked:
-            assert query_RHD.dtype == key_RKD.dtype == value_RKD.dtype
+            assert query_RHD.dtype == key_RKD.dtype == value_RKE.dtype
             slabs = own.slab, prompt.slab
-            return decoding.decode_attention(query_RHD, key_RKD, value_RKD, *slabs, self._rows, self._length_R, scale, window)
-        own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKD)
+            rows = self._rows, self._length_R
+            return decoding.decode_attention(query_RHD, key_RKD, value_RKE, *slabs, *rows, query.scale, reach.window)
+        own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKE)
 
         return over_both(
-            query_RHD.view(count, shared, heads // shared, width),
+            query_RHD.reshape(count, shared, heads // shared, width),
             own.view(count, self.places),
             prompt.view(len(self.rows_P), self.longest_prompt),
             self._indices(shared),
-            scale,
-            softcap,
-            self._bias_of_own(Reach(window, chunk), query_RHD.dtype),
-            self._bias_of_prompt(Reach(window, chunk), heads // shared, query_RHD.dtype),
-            sinks_H,
+            query,
+            self._bias_of_own(reach, query_RHD.dtype),
+            self._bias_of_prompt(reach, heads // shared, query_RHD.dtype),
         )
 
     def _once(self, name: str, make: Callable[[], list[Any]]) -> Tensor:
@@ -244,7 +170,7 @@ class Decode(TokenAttend):
 
     def _bias_of_own(self, reach: Reach, dtype: torch.dtype) -> Tensor | None:
         if reach not in self._own_bias:
-            plain = self._uniform and self.places == self.longest and reach == Reach()
+            plain = self._uniform and self.places == self.longest and reach == EVERYTHING
             span = reach.span(self.position_R)
             self._own_bias[reach] = None if plain else own_bias(self._length_R, self.places, span, dtype)
         return self._own_bias[reach]
@@ -252,7 +178,7 @@ class Decode(TokenAttend):
     def _bias_of_prompt(self, reach: Reach, queries: int, dtype: torch.dtype) -> Tensor | None:
         if (reach, queries) not in self._prompt_bias:
             bias = None
-            if reach != Reach() or min(self.prompt_length_P) < self.longest_prompt:
+            if reach != EVERYTHING or min(self.prompt_length_P) < self.longest_prompt:
                 length_P = self._once("prompt ends", lambda: self.prompt_length_P)
                 position_PN = self.position_R[self._member_PN()]
                 bias = prompt_bias(length_P, self.longest_prompt, position_PN, reach.span(position_PN), queries, dtype)
@@ -283,51 +209,32 @@ class Extend(TokenAttend):
         own.reserve(first + len(entry_R), max(kept + count for kept, count in zip(kept_R, count_R, strict=True)))
         self._turns: list[tuple[Tensor, decoding.Rows, Tensor]] | None = None
 
-    def rows(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """The same token by token: (T, H, D) queries, (T, K, D) keys, (T, K, E) values -> (T, H, E)."""
-        prompt = self.prompts.layers[layer]
-        own = self.own.layer(layer, key_TKD, prompt.block, value_TKD)
+    def __call__(self, query: Query) -> Tensor:
+        """See `models.attention.Attend`."""
+        key_TKD, value_TKE = query.key_TKD, query.value_TKE
+        prompt = self.prompts.layers[query.layer]
+        own = self.own.layer(query.layer, key_TKD, prompt.block, value_TKE)
         if prompt.blocked:
-            return self._token_by_token(own, prompt, query_THD, key_TKD, value_TKD, scale, window)
+            return self._token_by_token(own, prompt, query)
         outputs = []
         for r, (start, count, kept, entry) in enumerate(zip(self.start_R, self.count_R, self.kept_R, self.entry_R, strict=True)):
             new = slice(start, start + count)
-            own.extend(self.first + r, kept, key_TKD[new], value_TKD[new])
-            key_KTD, value_KTD = (
-                torch.cat([shared[entry, :, : self.prompt_length_P[entry]], mine[self.first + r, :, : kept + count]], 1)
+            own.extend(self.first + r, kept, key_TKD[new], value_TKE[new])
+            before = self.prompt_length_P[entry]
+            keys, values = (
+                torch.cat([shared[entry, :, :before], mine[self.first + r, :, : kept + count]], 1).transpose(0, 1)
                 for shared, mine in ((prompt.key_EKTD, own.key_EKTD), (prompt.value_EKTD, own.value_EKTD))
             )
-            query_HQD = query_THD[new].transpose(0, 1)
-            outputs.append(extended(query_HQD, key_KTD, value_KTD, scale, softcap, Reach(window, chunk), sinks_H).transpose(0, 1))
+            outputs.append(behind(query._replace(query_THD=query.query_THD[new], key_TKD=keys, value_TKE=values)))
         return torch.cat(outputs)
 
-    def _token_by_token(
-        self,
-        own: LayerCache,
-        prompt: LayerCache,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+    def _token_by_token(self, own: LayerCache, prompt: LayerCache, query: Query) -> Tensor:
         """Over slabs that lie block by block, one token of every row at a time; products are over the whole stream."""
         slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), prompt.slab
-        out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        out_THD = torch.empty_like(query.query_THD, memory_format=torch.contiguous_format)
         for place_A, rows, length_A in self._one_by_one():
-            query_AHD, key_AKD, value_AKD = (x.index_select(0, place_A) for x in (query_THD, key_TKD, value_TKD))
-            out_THD[place_A] = decoding.decode_attention(query_AHD, key_AKD, value_AKD, *slabs, rows, length_A, scale, window)
+            heads = (x.index_select(0, place_A) for x in (query.query_THD, query.key_TKD, query.value_TKE))
+            out_THD[place_A] = decoding.decode_attention(*heads, *slabs, rows, length_A, query.scale, query.reach.window)
         return out_THD
 
     def _one_by_one(self) -> list[tuple[Tensor, decoding.Rows, Tensor]]:
@@ -347,46 +254,29 @@ class Extend(TokenAttend):
         return self._turns
 
 
-def extended(
-    query_HQD: Tensor,
-    key_KTD: Tensor,
-    value_KTE: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    reach: Reach = Reach(),  # noqa: B008  (frozen)
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """`quick_attention` of fewer keys and values than queries."""
-    shared = query_HQD.shape[0] // key_KTD.shape[0]
-    key_HTD, value_HTE = key_KTD.repeat_interleave(shared, 0), value_KTE.repeat_interleave(shared, 0)
-    return quick_attention(query_HQD, key_HTD, value_HTE, scale, softcap, reach, sinks_H)
-
-
 def over_both(
     query_RKQD: Tensor,
     own: tuple[Tensor, Tensor],
     prompt: tuple[Tensor, Tensor],
     indices: tuple[Tensor, Tensor],
-    scale: float,
-    softcap: float | None,
+    query: Query,
     bias_of_own: Tensor | None,
     bias_of_prompt: Tensor | None,
-    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of rows to their own tokens and to their prompts' -> (R, H, E).
 
     own: keys (R, K, T, D) and values (R, K, T, E).   prompt: (P, K, M, D) and (P, K, M, E).   indices: rows x heads -> prompts x
-    heads x members, and back.   sinks_H: score of a key beside all others, which has no value.
+    heads x members, and back.   query: what is asked, beside rows and keys.
     """
     (count, shared, queries, width), prompts = query_RKQD.shape, prompt[0].shape[0]
-    own_RKQD, own_lse_RKQ = partial_attention(query_RKQD, *own, scale, softcap, bias_of_own)
-    if sinks_H is not None:
-        sinks_KQ = sinks_H.to(own_lse_RKQ.dtype).view(shared, queries)
+    own_RKQD, own_lse_RKQ = part(query_RKQD, *own, query.scale, query.cap, bias_of_own)
+    if query.sinks_H is not None:
+        sinks_KQ = query.sinks_H.to(own_lse_RKQ.dtype).view(shared, queries)
         own_RKQD = own_RKQD * torch.sigmoid(own_lse_RKQ - sinks_KQ)[..., None].to(own_RKQD.dtype)
         own_lse_RKQ = torch.logaddexp(own_lse_RKQ, sinks_KQ)
     to_prompt, from_prompt = indices
     query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
-    prompt_PKXD, prompt_lse_PKX = partial_attention(query_PKXD, *prompt, scale, softcap, bias_of_prompt)
+    prompt_PKXD, prompt_lse_PKX = part(query_PKXD, *prompt, query.scale, query.cap, bias_of_prompt)
     places = to_prompt.shape[0]
     prompt_RKQD = prompt_PKXD.reshape(places, -1).index_select(0, from_prompt).view(own_RKQD.shape)
     prompt_lse_RKQ = prompt_lse_PKX.reshape(places, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
@@ -401,7 +291,7 @@ def own_bias(length_R: Tensor, places: int, span: int | Tensor | None, dtype: to
     hidden_RT = place_T[None] >= length_R[:, None]
     if span is not None:
         hidden_RT |= place_T[None] < (length_R - span)[:, None]
-    return _bias(hidden_RT, dtype)[:, None, None, :]
+    return bias_of(hidden_RT, dtype)[:, None, None, :]
 
 
 def prompt_bias(
@@ -416,58 +306,13 @@ def prompt_bias(
     if span is not None:
         left_behind_PNM = place_M[None, None] <= (position_PN - span)[..., None]
         hidden_PXM = (hidden_PXM | left_behind_PNM).repeat_interleave(queries, 1)
-    return _bias(hidden_PXM, dtype)[:, None]
+    return bias_of(hidden_PXM, dtype)[:, None]
 
 
-def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, HIDDEN)
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-ALIGNED, ALIGNS = 8, ("cuda",)
-"""The GPU's memory-efficient kernel reads so many numbers of a key and of the bias at once; there capacities are its multiples."""
-
-
-def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention over one part of the keys: outputs (B, K, X, D) and log-sum-exps of the scores (B, K, X).
-
-    query (B, K, X, D): X query rows share each key-value head.  key, value (B, K, T, D).  bias: added to the scores.
-    """
-    same = key.shape[-1] == value.shape[-1]
-    if softcap is None and same and query.device.type == "cpu":
-        return _flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
-    fits = same and query.shape[-1] % ALIGNED == 0 and (bias is None or key.shape[2] % ALIGNED == 0)
-    if softcap is None and fits and _has_efficient(query.device, query.dtype):
-        bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
-        out, lse, _, _ = _efficient(query, key, value, bias, True, 0.0, False, scale=scale)
-        return out, lse[..., : query.shape[2]]  # the kernel fills it up
-    return explicit_partial_attention(query, key, value, scale, softcap, bias)
+ALIGNS = ("cuda",)
+"""Devices on whose memory-efficient kernel capacities are whole numbers of `ALIGNED`."""
 
 
 def whole(tokens: int) -> int:
     """Tokens rounded up to what the GPU's kernel reads at once."""
     return -(-tokens // ALIGNED) * ALIGNED
-
-
-@cache
-def _has_efficient(device: torch.device, dtype: torch.dtype) -> bool:
-    """Older GPUs know no bfloat16.  The meta device has every kernel."""
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type in ("cuda", "meta") and dtype in (torch.float32, torch.bfloat16)
-
-
-def explicit_partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The definition of `partial_attention`: any device, and the one that knows soft caps and values of another width."""
-    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse

@@ -21,28 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from groupwise.models.attention import Attend
 from groupwise.models.layers import MLP, MODELS, Attention, Norm, describe, matrix_of, stack_of
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
 from groupwise.ops import decoding
+from groupwise.ops.attention import Query
 from groupwise.ops.decoding import Filler, Operations, PreparedLayer
-
-
-class RowAttention(Protocol):
-    """Attention over rows instead of heads first; see `attention.Decode.rows`."""
-
-    def rows(
-        self,
-        layer: int,
-        query_THW: Tensor,
-        key_TKW: Tensor,
-        value_TKW: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-    ) -> Tensor:
-        """(T, H, W) queries, (T, K, W) keys and values -> (T, H, W)."""
-        ...
 
 
 class RolloutForward(Protocol):
@@ -51,8 +36,8 @@ class RolloutForward(Protocol):
     decoder: decoding.Decoder | None
     """Draws several tokens in one call, where there is one."""
 
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Any) -> Tensor:
-        """Final hidden states (T, D) of a flat stream.   attend: a `RowAttention`; through the modules, an `Attend`."""
+    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states (T, D) of a flat stream."""
         ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
@@ -164,7 +149,7 @@ class SpecialisedForward:
             up=self._product(*mlp.inputs),
             down=self._product(mlp.output),
             scale=attention.scale,
-            window=reach_of(attention.module).window,
+            reach=reach_of(attention.module),
         )
 
     def _product(self, *linears: nn.Module, rotated: int = 0) -> Any:
@@ -204,7 +189,7 @@ class SpecialisedForward:
         heads = (self.heads, self.shared, self.width)
         return self.operations.decoder(self.layers, self.norm, self.head, self.embedding_VD, positions, heads)
 
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
+    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """See `RolloutForward`."""
         count, heads, both = tokens_T.shape[0], self.heads, self.heads + self.shared
         filler = Filler(tokens_T, self.dtype)
@@ -219,7 +204,7 @@ class SpecialisedForward:
                 qk = layer.head_norm(qk)
             if rotate is not None:
                 qk = rotate(qk)
-            seen = attend.rows(i, qk[:, :heads], qk[:, heads:], qkv[:, both:], layer.scale, None, layer.window)
+            seen = attend(Query(i, qk[:, :heads], qk[:, heads:], qkv[:, both:], layer.scale, None, layer.reach))
             add_TD = layer.out(filler.add(seen.reshape(count, heads * self.width)))
             add_TD = layer.down(self.activation(layer.up(layer.mlp_norm(x_TD, add_TD))))
         return filler.drop(self.norm(x_TD, add_TD))
