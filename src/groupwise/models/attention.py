@@ -11,7 +11,7 @@ T positions of the stream   H query heads   K key-value heads   D head width   E
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
