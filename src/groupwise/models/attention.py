@@ -80,8 +80,8 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer.  Windows are those of the model's masks (`masks.Reach`), whatever a layer
-    says besides; nothing is dropped."""
+    """What transformers calls in every attention layer.  Windows are those of the model's masks (`ops.attention.Reach`), whatever a
+    layer says besides; nothing is dropped."""
     stream = _stream.get()
     if stream is None or attention_mask is not None:
         raise ConfigError(
@@ -98,8 +98,9 @@ def packed_attention(
         value = value.to(torch.get_autocast_dtype(query.device.type))
     # Under autocast rotary embeddings leave queries and keys in float32 while values are in bfloat16; a kernel takes one type.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return attend(Query(module.layer_idx, *rows, scale, softcap, reach_of(module), s_aux)).unsqueeze(0), None
+    query_THD, key_TKD, value_TKE = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    layer: Any = module.layer_idx
+    return attend(Query(layer, query_THD, key_TKD, value_TKE, scale, softcap, reach_of(module), s_aux)).unsqueeze(0), None
 
 
 def _tempered(module: Any, query: Tensor, position_T: Tensor) -> Tensor:

@@ -365,14 +365,14 @@ class _Pieces(torch.autograd.Function):
         lse = torch.zeros(query.shape[:3], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
         for piece in pieces:
             rows, some = piece.rows, (query[:, :, piece.rows], key[:, :, piece.keys], value[:, :, piece.keys])
-            found, found_lse = part(*some, scale, cap, piece.bias(query.dtype), causal=piece.causal)
+            part_out, part_lse = part(*some, scale, cap, piece.bias(query.dtype), causal=piece.causal)
             if piece.own:
-                out[:, :, rows], lse[:, :, rows] = found, found_lse
+                out[:, :, rows], lse[:, :, rows] = part_out, part_lse
                 continue
             lse_own = lse[:, :, rows]
-            lse_union = torch.logaddexp(lse_own, found_lse)
+            lse_union = torch.logaddexp(lse_own, part_lse)
             out[:, :, rows] = (
-                out[:, :, rows] * (lse_own - lse_union).exp()[..., None] + found * (found_lse - lse_union).exp()[..., None]
+                out[:, :, rows] * (lse_own - lse_union).exp()[..., None] + part_out * (part_lse - lse_union).exp()[..., None]
             ).to(out.dtype)
             lse[:, :, rows] = lse_union
         if sinks_H is not None:
@@ -389,7 +389,7 @@ class _Pieces(torch.autograd.Function):
         (grad_out,) = grads
         # Sums of several pieces, in float32 whatever the products are in.
         sums = torch.promote_types(query.dtype, torch.float32)
-        found = [torch.zeros_like(tensor, dtype=sums) for tensor in (query, key, value)]
+        totals = [torch.zeros_like(tensor, dtype=sums) for tensor in (query, key, value)]
         for piece in ctx.pieces:
             rows, keys = piece.rows, piece.keys
             tensors = (grad_out[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows])
@@ -400,13 +400,13 @@ class _Pieces(torch.autograd.Function):
                     tensors = tuple(tensor.to(sums) for tensor in tensors)
                 bias = piece.bias(tensors[1].dtype)
                 added = _flash_backward(*tensors, lse[:, :, rows], 0.0, piece.causal, attn_mask=bias, scale=ctx.scale)
-            for grad, places, more in zip(found, (rows, keys, keys), added, strict=True):
-                grad[:, :, places] += more
+            for total, places, more in zip(totals, (rows, keys, keys), added, strict=True):
+                total[:, :, places] += more
         grad_sinks = None
         if sinks:
             along = (grad_out.to(sums) * out.to(sums)).sum(-1)
             grad_sinks = -((sinks[0].to(lse.dtype)[:, None] - lse).exp() * along).sum((0, 2)).to(sinks[0].dtype)
-        return *(grad.to(query.dtype) for grad in found), grad_sinks, None, None, None
+        return *(total.to(query.dtype) for total in totals), grad_sinks, None, None, None
 
 
 def _capped_backward(

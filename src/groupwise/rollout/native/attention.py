@@ -233,8 +233,8 @@ class Extend(TokenAttend):
         slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), prompt.slab
         out_THD = torch.empty_like(query.query_THD, memory_format=torch.contiguous_format)
         for place_A, rows, length_A in self._one_by_one():
-            heads = (x.index_select(0, place_A) for x in (query.query_THD, query.key_TKD, query.value_TKE))
-            out_THD[place_A] = decoding.decode_attention(*heads, *slabs, rows, length_A, query.scale, query.reach.window)
+            new, key, value = (x.index_select(0, place_A) for x in (query.query_THD, query.key_TKD, query.value_TKE))
+            out_THD[place_A] = decoding.decode_attention(new, key, value, *slabs, rows, length_A, query.scale, query.reach.window)
         return out_THD
 
     def _one_by_one(self) -> list[tuple[Tensor, decoding.Rows, Tensor]]:
