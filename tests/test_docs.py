@@ -24,6 +24,7 @@ import torch
 import yaml
 from rich.console import Console
 
+import groupwise as gw
 from groupwise import errors
 from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
 from groupwise.cli import commands
@@ -436,6 +437,15 @@ def test_every_row_of_the_gallery_is_read(
     expected = PAIRED.get(name, 4)
     assert re.search(rf"\b{expected} (prompts|rows) to train on", plan), plan
     assert "dropped" not in plan or name in PAIRED
+
+
+# ---------------------------------------------------------------- Python reference
+
+
+def test_the_reference_has_every_name_that_the_package_offers() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^::: groupwise\.(\w+)$", page, flags=re.MULTILINE)) | set(re.findall(r"`gw\.(\w+)`", page))
+    assert listed == set(gw.__all__)
 
 
 # ---------------------------------------------------------------- errors

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'groupwise[docs]'")
+pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install 'groupwise[docs]'")
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -51,8 +52,8 @@ def pages() -> list[str]:
         "index.html", "first-hour.html", "grpo.html", "kl.html", "batches.html", "choosing.html", "monitoring.html",
         "failures.html",
         "algorithms.html", "algorithms/ppo.html", "metrics.html", "settings.html", "models.html", "performance.html",
-        "scaling.html", "from-trl.html", "architecture.html", "install.html", "commands.html", "errors.html", "formats.html",
-        "security.html",
+        "scaling.html", "from-trl.html", "architecture.html", "install.html", "api.html", "commands.html",
+        "errors.html", "formats.html", "security.html",
     ]  # fmt: skip
 
 
