@@ -114,8 +114,8 @@ def test_no_circle_of_imports() -> None:
 
 
 def test_the_mathematics_is_pure() -> None:
-    """Functions of tensors: torch, numpy, operations and records.  Only the table of algorithms reads settings."""
-    allowed = {"torch", "numpy", "annotated_types", "groupwise"}
+    """Functions of tensors: torch, numpy, kernels (fla), operations and records.  Only the table of algorithms reads settings."""
+    allowed = {"torch", "numpy", "fla", "annotated_types", "groupwise"}
     standard = set(sys.stdlib_module_names)
     for name in FILES:
         if part_of(name) in ("algorithms", "ops") and name != "algorithms.registry":

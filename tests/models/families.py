@@ -633,8 +633,9 @@ def _generated(case: Case, refused: list[str]) -> Iterator[str]:
 
 def _fused(policy: Policy) -> bool:
     """True if blocks of the model run in a fused form."""
+    plain = [m for m in policy.model.modules() if "forward" not in vars(m) and type(m) not in (torch.nn.Linear, torch.nn.Embedding)]
     with fused_modules(policy.model):
-        return any("forward" in vars(m) for m in policy.model.modules() if type(m) not in (torch.nn.Linear, torch.nn.Embedding))
+        return any("forward" in vars(module) for module in plain)
 
 
 def _same(path: str, difference: float, tolerance: float) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.masks import REMEDY, note_reach, reach_of
 from groupwise.ops.attention import Query, StreamAttention
 from groupwise.ops.functional import again
+from groupwise.ops.recurrence import StreamRecurrence
 from groupwise.records import Layout
 
 NAME = "groupwise"
@@ -31,6 +33,11 @@ NAME = "groupwise"
 
 class Attend(Protocol):
     """Who may look at whom, for one forward pass."""
+
+    @property
+    def recurrent(self) -> Any:
+        """What recurrent layers ask: `recurrence.Recurrent`."""
+        ...
 
     def __call__(self, query: Query) -> Tensor:
         """(T, H, E)."""
@@ -150,6 +157,11 @@ class PackedAttention:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.attention = StreamAttention(layout)
+
+    @cached_property
+    def recurrent(self) -> StreamRecurrence:
+        """States and convolutions of the same segments."""
+        return StreamRecurrence(self.layout)
 
     def __call__(self, query: Query) -> Tensor:
         """See `Attend`."""

@@ -43,6 +43,7 @@ from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
 from groupwise.models.policy import Policy
+from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.shape import language_part
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
 from groupwise.utils.files import expanded
@@ -352,6 +353,7 @@ def with_facts(policy: AnyPolicy) -> AnyPolicy:
     model, passes = policy.model, {"backbone": policy.backbone, "device": policy.device}
     if policy.attention != "single":
         use_packed_attention(model, **passes)
+        use_packed_recurrence(model)
     with plain_attention(model):
         form = read_form(model, **passes)
         deep = policy.attention == "single" and has_deep_head(model)

@@ -29,6 +29,7 @@ from groupwise.models.logit_scale import backbone_of
 from groupwise.models.lora import AdaptedPolicy, bare
 from groupwise.models.masks import copy_reach
 from groupwise.models.policy import Policy
+from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, check_finite, saved_names
 
 METHOD = "run_backbone"
@@ -218,6 +219,7 @@ def shard_from_checkpoint(
     found.reshard()
     copy_reach(found.model, found.plain.model)
     found.plain.model.set_attn_implementation(NAME)
+    use_packed_recurrence(found.plain.model)
     return replace(found, plain=replace(found.plain, form=found.form))
 
 

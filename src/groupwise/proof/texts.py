@@ -14,7 +14,7 @@ import numpy as np
 from torch import nn
 
 from groupwise.environments.conversation import Reply
-from groupwise.models import rope
+from groupwise.models import recurrence, rope
 from groupwise.models.loading import WINDOWS
 from groupwise.models.masks import ATTRIBUTE, Reach
 from groupwise.models.policy import Policy
@@ -86,8 +86,9 @@ def size_of(policy: Policy) -> Size:
 
 
 def switches(model: nn.Module, longest: int) -> tuple[int, ...]:
-    """Lengths below `longest` above which the model computes otherwise: windows and chunks, frequencies, steps of a temperature."""
-    sizes = {at for at, _ in rope.switches(model)}
+    """Lengths below `longest` above which the model computes otherwise: windows and chunks, convolutions, frequencies, steps of a
+    temperature."""
+    sizes = {at for at, _ in rope.switches(model)} | recurrence.changes(model)
     for module in model.modules():
         reach: Reach = vars(module).get(ATTRIBUTE, Reach())
         sizes |= {reach.window, reach.chunk}

@@ -22,8 +22,10 @@ from groupwise.errors import EngineError
 from groupwise.models.attention import PackedAttention
 from groupwise.ops import decoding
 from groupwise.ops.attention import ALIGNED, EVERYTHING, Query, Reach, behind, bias_of, part
+from groupwise.ops.recurrence import Runs
 from groupwise.records import Layout
-from groupwise.rollout.native.kv_cache import KVCache, LayerCache
+from groupwise.rollout.native.kv_cache import KVCache, LayerCache, Place
+from groupwise.rollout.native.states import KeptStates
 
 
 class Prefill:
@@ -37,6 +39,7 @@ class Prefill:
         self.lengths, self.starts = lengths, starts
         self.store, self.first = store, store.live
         self._seen: set[int] = set()
+        self.recurrent = KeptStates(Runs(self.starts[:-1], lengths, starts[-1]), lambda _: None, self._keep_states)
         self._packed = PackedAttention(
             Layout(start=tuple(starts[:-1]), length=tuple(lengths), prefix=(-1,) * len(lengths), total=starts[-1])
         )
@@ -63,6 +66,9 @@ class Prefill:
             i = j
         return self._packed(query)
 
+    def _keep_states(self, place: Place, state_NX: Tensor) -> None:
+        self.store.state(place, state_NX)[self.first : self.first + len(self.lengths)] = state_NX
+
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """See `PackedAttention.sequence_lengths`."""
         return self._packed.sequence_lengths(position_T)
@@ -70,6 +76,8 @@ class Prefill:
 
 class TokenAttend:
     """The protocol `models.attention.Attend` for tokens that come one by one, or as if they did."""
+
+    recurrent: KeptStates
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
@@ -98,6 +106,19 @@ class Decode(TokenAttend):
         position_R = [prompt_length_P[entry] + length - 1 for entry, length in zip(entry_R, length_R, strict=True)]
         self.position_R = torch.tensor(position_R, device=self.device)
         self._uniform = len(set(length_R)) == 1
+        rows = len(self.entry_R)
+        self.recurrent = KeptStates(Runs(range(rows), [1] * rows, rows), self._states, self._keep_states)
+
+    def _states(self, place: Place) -> Tensor:
+        """Of the rows, before their new tokens: of a row without any other its prompt's."""
+        prompt = self.prompts.states[place]
+        own = self.own.state(place, prompt)
+        if fresh := [row for row, length in enumerate(self.length_R) if length == 1]:
+            own[fresh] = prompt[[self.entry_R[row] for row in fresh]]
+        return own[: len(self.entry_R)]
+
+    def _keep_states(self, place: Place, state_RX: Tensor) -> None:
+        self.own.states[place][: state_RX.shape[0]] = state_RX
 
     def next(self) -> Tensor:
         """Begin a step: every row has one token more.  Returns the positions (R,) of the new tokens."""
@@ -208,6 +229,16 @@ class Extend(TokenAttend):
         self.start_R = [sum(count_R[:r]) for r in range(len(count_R))]
         own.reserve(first + len(entry_R), max(kept + count for kept, count in zip(kept_R, count_R, strict=True)))
         self._turns: list[tuple[Tensor, decoding.Rows, Tensor]] | None = None
+        self.recurrent = KeptStates(Runs(self.start_R, count_R, sum(count_R)), self._states, self._keep_states)
+
+    def _states(self, place: Place) -> Tensor:
+        prompt = self.prompts.states[place]
+        own = self.own.state(place, prompt)
+        rows = enumerate(zip(self.kept_R, self.entry_R, strict=True), self.first)
+        return torch.stack([own[row] if kept else prompt[entry] for row, (kept, entry) in rows])
+
+    def _keep_states(self, place: Place, state_RX: Tensor) -> None:
+        self.own.states[place][self.first : self.first + state_RX.shape[0]] = state_RX
 
     def __call__(self, query: Query) -> Tensor:
         """See `models.attention.Attend`."""

@@ -426,8 +426,10 @@ class _Run:
         many = self.decode.many
         if many is not None:
             return self._steps(many)
-        # Truncation reads back at every token; nobody may draw beyond its limit, where capacity ends.
-        most = 1 if self.sampling.truncates else TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
+        # Truncation reads back at every token; nobody may draw beyond its limit, where capacity ends.  A recurrent state holds all
+        # tokens that were computed: behind a turn's end there may be none.
+        alone = self.sampling.truncates or (self.world is not None and bool(self.own.states))
+        most = 1 if alone else TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
         steps = min(most, min(row.left for row in self.live))
         drawn = self.decode.draw(self.token_R, self.uniform_RT, steps)
         self.token_R = drawn[-1].token_R

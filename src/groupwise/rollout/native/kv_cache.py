@@ -1,5 +1,6 @@
 """The KV cache of the native engine: a prompt's keys and values once for its whole group, a completion's own beside it.
 
+Recurrent layers have states in their place, one of an entry: a completion begins with a copy of its prompt's.
 Of both each layer has slabs whose live entries stand densely at the front, so that attention reads plain views: when an entry ends,
 the last one is moved into its place (one copy of one entry; every step reads all of them).  Slabs grow by doubling, so memory
 follows the longest living completion, not the longest allowed.
@@ -10,6 +11,7 @@ E entries   T tokens of an entry's capacity   K key-value heads   D head width  
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,8 +100,16 @@ class LayerCache:
         return self.key_EKTD[:entries, :, :tokens], self.value_EKTD[:entries, :, :tokens]
 
 
-Kept = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values of one entry, by layer, as they lie in its slabs."""
+Place = tuple[int, int]
+"""Names a recurrent layer's state: see `models.recurrence.Recurrent`."""
+
+
+class Kept(NamedTuple):
+    """What is kept of one entry."""
+
+    layers: dict[int, tuple[Tensor, Tensor]]
+    """Keys and values by layer, as they lie in its slabs."""
+    states: dict[Place, Tensor]
 
 
 class KVCache:
@@ -111,6 +121,8 @@ class KVCache:
         self.most_tokens = most_tokens
         self.live = 0
         self.layers: dict[int, LayerCache] = {}
+        self.states: dict[Place, Tensor] = {}
+        """Of recurrent layers: the entries' states (E, ...)."""
 
     def layer(self, layer: int, like: Tensor, block: int = 1, like_value: Tensor | None = None) -> LayerCache:
         """The slab of a layer, made when its first keys and values (..., K, D) arrive: layers may differ in shape, and in who
@@ -119,6 +131,12 @@ class KVCache:
         if slab is None:
             slab = self.layers[layer] = LayerCache(self.capacity[0], self.capacity[1], like, block, like_value)
         return slab
+
+    def state(self, place: Place, like: Tensor) -> Tensor:
+        """The states of all entries, made when the first one arrives.   like: states (..., of an entry)."""
+        if place not in self.states:
+            self.states[place] = like.new_zeros(self.capacity[0], *like.shape[1:])
+        return self.states[place]
 
     def reserve(self, entries: int, tokens: int) -> None:
         """Grow, by doubling, to hold so much."""
@@ -129,20 +147,25 @@ class KVCache:
             self.capacity[1] = min(2 * self.capacity[1], self.most_tokens)
         for slab in self.layers.values():
             slab.grow(*self.capacity)
+        for place, old in self.states.items():
+            if old.shape[0] < self.capacity[0]:
+                self.states[place] = torch.cat([old, old.new_zeros(self.capacity[0] - old.shape[0], *old.shape[1:])])
 
     def take(self, entry: int, tokens: int) -> Kept:
         """A copy of an entry's first tokens, by layer."""
-        kept = {}
+        kept = Kept({}, {place: slab[entry].clone() for place, slab in self.states.items()})
         for layer, slab in self.layers.items():
             blocks = slab.blocks(tokens)
-            kept[layer] = (slab.key_EKTD[entry, :, :blocks].clone(), slab.value_EKTD[entry, :, :blocks].clone())
+            kept.layers[layer] = (slab.key_EKTD[entry, :, :blocks].clone(), slab.value_EKTD[entry, :, :blocks].clone())
         return kept
 
     def put(self, entry: int, kept: Kept) -> None:
         """What `take` has copied becomes an entry's first tokens, which are within its capacity."""
-        for layer, (key_KTD, value_KTD) in kept.items():
+        for layer, (key_KTD, value_KTD) in kept.layers.items():
             slab, blocks = self.layers[layer], key_KTD.shape[1]
             slab.key_EKTD[entry, :, :blocks], slab.value_EKTD[entry, :, :blocks] = key_KTD, value_KTD
+        for place, state in kept.states.items():
+            self.states[place][entry] = state
 
     def drop(self, ended: Sequence[int], tokens: int) -> list[int]:
         """Remove entries.  Returns the new order: entry i is what was entry `order[i]`; `tokens`: longest that is kept."""
@@ -151,6 +174,9 @@ class KVCache:
         self.live = len(order)
         for slab in self.layers.values():
             slab.move(moved, tokens)
+        for states in self.states.values():
+            for source, target in moved:
+                states[target] = states[source]
         return order
 
 

@@ -1,0 +1,192 @@
+"""Recurrent layers in packed streams, for unmodified Hugging Face models: gated DeltaNet, Mamba-2, short convolutions.
+
+transformers' recurrent layers make their steps by functions of their modeling files, which have the same names in every family
+(`OPERATIONS`).  There `use_packed_recurrence` puts others of the same names.  They ask the stream that a forward pass runs inside
+of (`attention.attending`) for its segments; outside of streams, and for any other model, they call transformers' own.  A layer that
+calls other functions computes as if the stream were one text: the proof refuses it.
+
+T positions of the stream   D channels   W width of a convolution   H heads   K key width   V value width
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import cache, wraps
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from groupwise.models.attention import attended
+from groupwise.ops.recurrence import CHUNK
+
+PLACE = "groupwise_place"
+"""Attribute of a recurrent layer that numbers it among those of its model."""
+
+
+class Recurrent(Protocol):
+    """Where convolutions and states begin, and what becomes of them, for one forward pass.
+
+    place: which state it is: the layer's number, and which of the layer's operations.
+    """
+
+    def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None) -> Tensor:
+        """A causal convolution, channel by channel -> (T, D)."""
+        ...
+
+    def rule(self, place: tuple[int, int], *columns: Tensor | None) -> Tensor:
+        """The gated rule (`ops.recurrence`) of query and key (T, H, K), value (T, H, V), decay (T, H), and beta (T, H) or None
+        -> (T, H, V)."""
+        ...
+
+
+_layer: ContextVar[list[int] | None] = ContextVar("layer", default=None)
+"""The number of the layer that is computed, and how many operations it has made."""
+
+
+def _here() -> tuple[Recurrent, tuple[int, int]] | None:
+    """What the layer that is computed asks, and for which state; None outside of streams."""
+    layer, attend = _layer.get(), attended()
+    if layer is None or attend is None:
+        return None
+    layer[1] += 1
+    return attend.recurrent, (layer[0], layer[1])
+
+
+def _numbered(self: Any, *inputs: Any, **named: Any) -> Any:
+    """A recurrent layer's `forward`, which knows its number."""
+    before = _layer.set([vars(self)[PLACE], 0])
+    try:
+        return type(self).forward(self, *inputs, **named)
+    finally:
+        _layer.reset(before)
+
+
+def _convolution(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def causal_conv1d_fn(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **named: Any
+    ) -> Tensor:
+        here = _here()
+        if here is None:
+            return plain(hidden_states, weight, bias, activation=activation, **named)
+        recurrent, place = here
+        y_TD = recurrent.convolve(place, hidden_states[0].T.to(weight.dtype), weight, bias)
+        if activation is not None:
+            y_TD = ACT2FN[activation](y_TD)
+        return y_TD.T[None].to(hidden_states.dtype)
+
+    return causal_conv1d_fn
+
+
+def _delta_rule(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def chunk_gated_delta_rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool = False, **named: Any
+    ) -> tuple[Tensor, None]:
+        here = _here()
+        if here is None:
+            return plain(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **named)
+        recurrent, place = here
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query, key = query[0].to(wide), key[0].to(wide)
+        if use_qk_l2norm_in_kernel:
+            query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+        query = query * query.shape[-1] ** -0.5
+        shared = value.shape[2] // query.shape[1]
+        query, key = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (query, key))
+        return recurrent.rule(place, query, key, value[0], g[0], beta[0])[None].to(value.dtype), None
+
+    return chunk_gated_delta_rule
+
+
+def _scan(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def mamba2_chunk_scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        *,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **named: Any,
+    ) -> Any:
+        here = _here()
+        if here is None:
+            named |= {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+            return plain(hidden_states, dt, A, B, C, chunk_size, **named)
+        recurrent, place = here
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        step_TH = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0]
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        x_THV, step_TH = hidden_states[0].to(wide), step_TH.to(wide)
+        shared = x_THV.shape[1] // B.shape[2]
+        query, key = (x[0].to(wide).repeat_interleave(shared, 1) for x in (C, B))
+        out = recurrent.rule(place, query, key, x_THV * step_TH[..., None], A.to(wide) * step_TH, None)
+        return (out if D is None else out + D[:, None] * x_THV)[None]
+
+    return mamba2_chunk_scan
+
+
+def _fused_block(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def mamba2_split_conv1d_scan_combined(*inputs: Any, **named: Any) -> Any:
+        """None: the layer then makes its steps one by one."""
+        return plain(*inputs, **named) if _layer.get() is None or attended() is None else None
+
+    return mamba2_split_conv1d_scan_combined
+
+
+OPERATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+    "mamba2_split_conv1d_scan_combined": _fused_block,
+}
+"""Functions of transformers' modeling files, and what stands in their place in a stream."""
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules whose forward pass calls one of the operations."""
+    return [module for module in model.modules() if _calls(type(module))]
+
+
+@cache
+def _calls(kind: type) -> frozenset[str]:
+    """Names of operations that a class's forward pass calls, its parents' included."""
+    codes = [inspect.unwrap(vars(parent)["forward"]) for parent in kind.__mro__ if "forward" in vars(parent)]
+    return frozenset(name for code in codes if hasattr(code, "__code__") for name in code.__code__.co_names if name in OPERATIONS)
+
+
+def use_packed_recurrence(model: nn.Module) -> None:
+    """Let the recurrent layers of a model follow the segments of packed streams."""
+    for place, module in enumerate(recurrent_layers(model)):
+        for parent in type(module).__mro__:
+            file = sys.modules.get(parent.__module__)
+            for name in _calls(type(module)):
+                plain = getattr(file, name, None)
+                if plain is not None and not hasattr(plain, PLACE):
+                    ours = OPERATIONS[name](plain)
+                    setattr(ours, PLACE, None)
+                    setattr(file, name, ours)
+        setattr(module, PLACE, place)
+        if "forward" not in vars(module):
+            module.forward = MethodType(_numbered, module)
+
+
+def changes(model: nn.Module) -> set[int]:
+    """Lengths at which the recurrent layers of a model compute otherwise: the widths of their convolutions, and of chunks."""
+    layers = recurrent_layers(model)
+    widths = {child.kernel_size[0] for layer in layers for child in layer.modules() if isinstance(child, nn.Conv1d)}
+    return widths | {CHUNK} if any(_calls(type(layer)) - {"causal_conv1d_fn"} for layer in layers) else widths

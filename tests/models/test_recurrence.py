@@ -1,0 +1,323 @@
+"""Hybrids: packed, shared and one by one are transformers' own forward pass, in float64; what leaks is found at load."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planted import randomise
+from sample_texts import TOKENIZER
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    NemotronHConfig,
+    OlmoHybridConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+
+from groupwise.data.packing import pack
+from groupwise.errors import ConfigError
+from groupwise.models.attention import plain_attention
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
+from groupwise.models.recurrence import changes, recurrent_layers
+from groupwise.ops import recurrence
+from groupwise.ops.linear_cross_entropy import reference_logprobs
+from groupwise.ops.recurrence import StreamRecurrence
+from groupwise.proof import kept
+from groupwise.proof.prove import prove
+from groupwise.proof.texts import NATIVE
+from groupwise.records import Layout, Prompt, Sample, Sampling
+from groupwise.rollout.native.engine import NativeEngine
+
+SMALL = {
+    "vocab_size": len(TOKENIZER),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "head_dim": 8,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+EXPERTS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+MIXED = ["linear_attention", "full_attention", "linear_attention"]
+HYBRIDS: dict[str, Any] = {
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SMALL, **DELTA, layer_types=MIXED),
+    "qwen3_next": lambda: Qwen3NextConfig(**SMALL, **DELTA, **EXPERTS, layer_types=MIXED),
+    "olmo_hybrid": lambda: OlmoHybridConfig(**SMALL, **DELTA, layer_types=MIXED),
+    "lfm2": lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]),
+    "granite4": lambda: GraniteMoeHybridConfig(
+        **SMALL, **MAMBA, layer_types=MIXED, num_local_experts=0, shared_intermediate_size=48
+    ),
+    "bamba": lambda: BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1]),
+    "nemotron_h": lambda: NemotronHConfig(
+        **SMALL,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        head_dim=8,
+    ),
+    "falcon_h1": lambda: FalconH1Config(**SMALL, **MAMBA | {"mamba_d_head": 8}, mamba_d_ssm=32),
+}
+
+EACH = [pytest.param(name, marks=() if name in ("qwen3_5", "lfm2", "granite4") else pytest.mark.slow) for name in HYBRIDS]
+
+
+def model_of(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(HYBRIDS[name](), dtype=torch.float32, experts_implementation="eager").eval()
+    randomise(model)
+    for module in recurrent_layers(model):
+        for part, parameter in module.named_parameters(recurse=False):
+            if part == "A_log":  # decays that are neither all nor nothing
+                nn.init.uniform_(parameter, -3.0, 0.5)
+    return model
+
+
+class _In64Bits:
+    """In place of `torch` in a modeling file: float32 is float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Policy]:
+    """A policy of a family, whose own code also computes in float64 what it otherwise always computes in float32."""
+
+    def made(name: str) -> Policy:
+        model = model_of(name).double()
+        files = {type(module).__module__ for module in model.modules() if ".models." in type(module).__module__}
+        for file in files:
+            monkeypatch.setattr(sys.modules[file], "torch", _In64Bits())
+        monkeypatch.setattr(Tensor, "float", Tensor.double)
+        return make_policy(model, TOKENIZER)
+
+    return made
+
+
+LENGTHS = ((1, (2, 1)), (2, (3, 5)), (4, (1, 66, 2)), (66, (64, 7)), (130, (3,)))
+"""Prompt and completions of each group: on both sides of convolutions of 3 and 4 tokens, and of chunks of 16 and 64."""
+
+
+def samples_of(seed: int = 0) -> list[Sample]:
+    rng, samples = np.random.default_rng(seed), list[Sample]()
+    for group, (prompt, completions) in enumerate(LENGTHS):
+        text = rng.integers(0, len(TOKENIZER), prompt)
+        for n in completions:
+            nothing = np.zeros(n)
+            completion = rng.integers(0, len(TOKENIZER), n)
+            weight = rng.random(n) + 0.1
+            samples.append(
+                Sample(
+                    group=str(group), prompt=text, completion=completion, weight=weight, advantage=nothing, behavior_logp=nothing
+                )
+            )
+    return samples
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def own(policy: Policy, samples: list[Sample]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probs of completions and the gradients of their weighted squares, by transformers' forward pass over each text."""
+    policy.model.zero_grad()
+    values = []
+    with plain_attention(policy.model) as model:
+        for sample in samples:
+            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion]))
+            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, sample.prompt.size - 1 :]
+            logp = logits.log_softmax(-1).gather(1, ids[sample.prompt.size :, None])[:, 0]
+            (torch.from_numpy(sample.weight) * logp.square()).sum().backward()
+            values.append(logp.detach())
+    return values, gradients(policy)
+
+
+def packed(policy: Policy, samples: list[Sample], **options: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    policy.model.zero_grad()
+    values = [torch.empty(0)] * len(samples)
+    for batch in pack(samples, dtype=policy.dtype, **dict[str, Any](budget=10_000) | options):
+        rows = batch.trained_M
+        logp, _ = reference_logprobs(
+            policy.forward(batch).hidden_PD[rows], policy.head, batch.target_P[rows], batch.temperature_P[rows]
+        )
+        (batch.weight_P[rows] * logp.square()).sum().backward()
+        begin = 0
+        for index in batch.samples:
+            if index >= 0:
+                values[index] = logp[begin : begin + samples[index].completion.size].detach()
+                begin += samples[index].completion.size
+    return values, gradients(policy)
+
+
+def apart(one: tuple[list[Tensor], dict[str, Tensor]], other: tuple[list[Tensor], dict[str, Tensor]]) -> tuple[float, float]:
+    """The largest difference of a log-prob; of a gradient, relative to its largest number."""
+    assert one[1].keys() == other[1].keys()
+    values = max(float((a - b).abs().max()) for a, b in zip(one[0], other[0], strict=True))
+    return values, max(float((one[1][name] - g).abs().max() / g.abs().max().clamp(min=1.0)) for name, g in other[1].items())
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_packed_shared_and_alone_are_the_own_pass_of_a_hybrid(name: str, double: Callable[[str], Policy]) -> None:
+    policy, samples = double(name), samples_of()
+    expected = own(policy, samples)
+    for options in ({}, {"share": False}, {"budget": 150}):
+        assert max(apart(packed(policy, samples, **options), expected)) < 1e-10, options
+    assert max(apart(packed(policy, samples[::-1]), (expected[0][::-1], expected[1]))) < 1e-10
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_engine_draws_by_a_hybrids_own_pass(name: str, double: Callable[[str], Policy]) -> None:
+    """One state per prompt, forked by each completion; rows that end make room for others, and prompts come and go."""
+    policy = double(name)
+    rng = np.random.default_rng(0)
+    lengths = (1, 3, 5, 66)
+    prompts = [Prompt(id=str(i), tokens=rng.integers(3, len(TOKENIZER), n), text="") for i, n in enumerate(lengths)]
+    engine = NativeEngine(policy, max_rows=5)
+    groups = list(engine.generate(prompts, group_size=4, sampling=Sampling(max_new_tokens=12), seed=0))
+    assert len(groups) == len(prompts)
+    with torch.no_grad(), plain_attention(policy.model) as model:
+        for rollout in (rollout for group in groups for rollout in group):
+            ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]))
+            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, rollout.prompt.tokens.size - 1 :]
+            logp = logits.log_softmax(-1).gather(1, ids[rollout.prompt.tokens.size :, None])[:, 0]
+            assert np.abs(logp.numpy() - rollout.behavior_logp).max() < 1e-6  # a log-prob is drawn and kept in float32
+
+
+def test_outside_of_streams_and_in_other_models_a_layer_is_transformers_own() -> None:
+    model = model_of("qwen3_5")
+    ids = torch.arange(5, 30)[None]
+    expected = model(input_ids=ids, use_cache=False).logits
+    policy = make_policy(copy.deepcopy(model), TOKENIZER)
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
+    with plain_attention(policy.model) as ours, torch.no_grad():
+        generated = ours.generate(ids, max_new_tokens=4, do_sample=False)  # by its cache
+        assert torch.equal(ours(input_ids=ids, use_cache=False).logits, expected)
+    assert generated.shape[1] > ids.shape[1]
+
+
+def test_a_frozen_copy_follows_the_segments_too() -> None:
+    policy = make_policy(model_of("qwen3_5"), TOKENIZER)
+    (batch,) = pack(samples_of(), 10_000)
+    with torch.no_grad():
+        assert torch.equal(policy.frozen_copy().forward(batch).hidden_PD, policy.forward(batch).hidden_PD)
+
+
+def test_lengths_at_which_hybrids_change_are_those_of_convolutions_and_chunks() -> None:
+    assert changes(model_of("qwen3_5")) == {4, 64} and changes(model_of("lfm2")) == {3}
+
+
+# ---------------------------------------------------------------- faults
+
+
+def whole(layout: Layout) -> Layout:
+    """The stream as one text."""
+    return Layout(start=(0,), length=(layout.total,), prefix=(-1,), total=layout.total)
+
+
+class _Faulty(StreamRecurrence):
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self.whole = StreamRecurrence(whole(layout)) if type(self) is not StreamRecurrence and layout.segments else self
+
+
+class StateLeaks(_Faulty):
+    """Into the next segment."""
+
+    def rule(self, place: tuple[int, int], *columns: Tensor | None) -> Tensor:
+        return StreamRecurrence.rule(self.whole, place, *columns)
+
+
+class ConvolutionSeesTheNeighbour(_Faulty):
+    def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None) -> Tensor:
+        return StreamRecurrence.convolve(self.whole, place, x_TD, weight_DW, bias_D)
+
+
+class ForksLate(StreamRecurrence):
+    """Behind the first token of a completion: every member but the first begins with what the first one has read."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self.roots.length = self.roots.length + np.isin(np.arange(len(self.roots.length)), self.parent.numpy())
+        self.roots.rows, self.roots.longest = int(self.roots.length.sum()), int(self.roots.length.max())
+        self.roots.begin = np.cumsum(self.roots.length) - self.roots.length
+        rows = np.concatenate([runs.positions for runs in (self.roots, self.members) if runs is not None])
+        self._order = np.full(layout.total, -1)
+        self._order[rows] = np.arange(rows.size)
+
+
+class FillsThePadding(StreamRecurrence):
+    """The ends of chunks hold the stream's first position instead of nothing."""
+
+    def rule(self, place: tuple[int, int], *columns: Tensor | None) -> Tensor:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(recurrence, "_taken", lambda rows, places: rows.index_select(0, places.index))
+        try:
+            return super().rule(place, *columns)
+        finally:
+            patch.undo()
+
+
+FAULTS = (StateLeaks, ConvolutionSeesTheNeighbour, ForksLate, FillsThePadding)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("granite4", marks=pytest.mark.slow)])
+def test_planted_faults_of_states_are_found_at_load(
+    name: str, fault: type[StreamRecurrence], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
+    policy = make_policy(model_of(name), TOKENIZER)
+    prove(policy, longest=100)
+    monkeypatch.setattr("groupwise.models.attention.StreamRecurrence", fault)
+    kept.cache_folder().joinpath("proofs").rename(tmp_path / "before")
+    with pytest.raises(ConfigError, match="scoring does not equal the model's own forward pass"):
+        prove(policy, longest=100)
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["no fork", "fork of a neighbour"])
+def test_planted_faults_of_the_engines_states_are_found_at_load(late: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from groupwise.rollout.native.attention import Decode
+
+    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
+    read = Decode._states
+
+    def wrong(self: Decode, place: tuple[int, int]) -> Tensor:
+        state = read(self, place)
+        if any(length == 1 for length in self.length_R):
+            state = state.roll(1, 0) if late else torch.zeros_like(state)
+        return state
+
+    policy = make_policy(model_of("qwen3_5"), TOKENIZER)
+    monkeypatch.setattr(Decode, "_states", wrong)
+    with pytest.raises(ConfigError, match="sampling does not equal the model's own forward pass"):
+        prove(policy, longest=24, sampler=NATIVE, train=False)

@@ -1,0 +1,208 @@
+"""Convolutions and the gated rule over packed streams against the recurrence itself, one sequence and one position at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from groupwise.ops import recurrence
+from groupwise.ops.recurrence import CHUNK, Runs, StreamRecurrence, by_fla, convolve, fla_kernel, gated_rule
+from groupwise.records import Layout
+
+H, K, V, D, W = 3, 4, 5, 6, 4
+F64 = torch.float64
+GROUPS: dict[str, list[tuple[int, list[int]]]] = {
+    "alone": [(0, [1]), (0, [70]), (0, [3])],
+    "around the convolution": [(1, [1, 2]), (2, [3, 4]), (3, [1]), (4, [5, 2]), (5, [4])],
+    "around a chunk": [(63, [1, 64]), (64, [65, 2]), (65, [63]), (130, [129])],
+    "mixed": [(5, [3, 1, 70]), (0, [2]), (130, [1, 64, 65, 7]), (1, [2, 2]), (16, [16])],
+}
+
+
+def layout_of(groups: Sequence[tuple[int, Sequence[int]]], filler: int = 3) -> Layout:
+    """Prompts, without their last token, and their completions; a prompt of 0 tokens is none."""
+    start, length, prefix = list[int](), list[int](), list[int]()
+
+    def add(count: int, parent: int) -> None:
+        start.append(sum(length))
+        length.append(count)
+        prefix.append(parent)
+
+    for prompt, completions in groups:
+        parent = len(start) if prompt else -1
+        for count, before in [*([(prompt, -1)] if prompt else []), *((n, parent) for n in completions)]:
+            add(count, before)
+    return Layout(start=tuple(start), length=tuple(length), prefix=tuple(prefix), total=sum(length) + filler)
+
+
+def columns_of(total: int, beta: bool, dtype: torch.dtype = F64) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(total, H, width, dtype=F64) for width in (K, K, V))
+    made = [query, key / 2, value, -torch.rand(total, H, dtype=F64), torch.rand(total, H, dtype=F64)]
+    made = [x.to(dtype).requires_grad_(True) for x in made]
+    return [*made[:4], made[4] if beta else None]
+
+
+def plain_rule(columns: Sequence[Tensor | None], state_HKV: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, position by position."""
+    query, key, value, decay, beta = columns
+    assert query is not None and key is not None and value is not None and decay is not None
+    outputs = []
+    for t in range(query.shape[0]):
+        state_HKV = decay[t].exp()[:, None, None] * state_HKV
+        added = value[t]
+        if beta is not None:
+            added = beta[t][:, None] * (added - torch.einsum("hk,hkv->hv", key[t], state_HKV))
+        state_HKV = state_HKV + torch.einsum("hk,hv->hkv", key[t], added)
+        outputs.append(torch.einsum("hk,hkv->hv", query[t], state_HKV))
+    return torch.stack(outputs), state_HKV
+
+
+def plain_convolution(x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor, state_UD: Tensor) -> tuple[Tensor, Tensor]:
+    padded = torch.cat([state_UD, x_TD])
+    outputs = [(padded[t : t + W] * weight_DW.T).sum(0) + bias_D for t in range(x_TD.shape[0])]
+    return torch.stack(outputs), padded[padded.shape[0] - W + 1 :]
+
+
+def one_by_one(layout: Layout, zero: Tensor, run: Callable[[slice, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """Every segment behind its prefix, which is computed again for each."""
+    outputs = []
+    for start, length, prefix in zip(layout.start, layout.length, layout.prefix, strict=True):
+        state = zero
+        if prefix >= 0:
+            _, state = run(slice(layout.start[prefix], layout.start[prefix] + layout.length[prefix]), zero)
+        outputs.append(run(slice(start, start + length), state)[0])
+    filler = outputs[0].new_zeros(layout.total - sum(layout.length), *outputs[0].shape[1:])
+    return torch.cat([*outputs, filler])
+
+
+def same(ours: Tensor, theirs: Tensor, inputs: Sequence[Tensor], bound: float = 1e-11) -> None:
+    """Values, and the gradients of a random sum of them."""
+    assert (ours - theirs).abs().max() <= bound
+    weight = torch.randn(ours.shape, dtype=ours.dtype)
+    gradients = (torch.autograd.grad((out * weight).sum(), inputs) for out in (ours, theirs))
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).abs().max() <= bound * 10
+
+
+@pytest.mark.parametrize("beta", [True, False], ids=["delta", "mamba"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_rule_of_a_stream_is_the_recurrence_of_each_sequence(name: str, beta: bool) -> None:
+    layout = layout_of(GROUPS[name])
+    columns = columns_of(layout.total, beta)
+    zero = torch.zeros(H, K, V, dtype=F64)
+    expected = one_by_one(layout, zero, lambda at, state: plain_rule([None if x is None else x[at] for x in columns], state))
+    same(StreamRecurrence(layout).rule((0, 1), *columns), expected, [x for x in columns if x is not None])
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_convolution_sees_its_segment_and_its_prefix_alone(name: str) -> None:
+    layout = layout_of(GROUPS[name])
+    torch.manual_seed(1)
+    inputs = [torch.randn(*shape, dtype=F64, requires_grad=True) for shape in ((layout.total, D), (D, W), (D,))]
+    x, weight, bias = inputs
+    zero = torch.zeros(W - 1, D, dtype=F64)
+    expected = one_by_one(layout, zero, lambda at, state: plain_convolution(x[at], weight, bias, state))
+    ours = StreamRecurrence(layout).convolve((0, 1), x, weight, bias)
+    filled = slice(0, sum(layout.length))
+    same(ours[filled], expected[filled], inputs)
+
+
+@pytest.mark.parametrize("beta", [True, False], ids=["delta", "mamba"])
+def test_states_go_on_where_they_were_left(beta: bool) -> None:
+    """In two passes, and one position at a time, as in one pass."""
+    lengths = (CHUNK + 7, 5, 1)
+    columns = columns_of(sum(lengths), beta)
+    starts = list(itertools.accumulate(lengths, initial=0))[:-1]
+    whole, last = gated_rule(*columns, Runs(starts, lengths, sum(lengths)))  # type: ignore[arg-type]
+    cuts = [(start, min(2, length), length) for start, length in zip(starts, lengths, strict=True)]
+    _, state = gated_rule(*columns, Runs([a for a, _, _ in cuts], [n for _, n, _ in cuts], sum(lengths)))  # type: ignore[arg-type]
+    for run, (start, first, length) in enumerate(cuts):
+        one = state[run : run + 1]
+        for t in range(start + first, start + length):
+            out, one = gated_rule(*columns, Runs([t], [1], sum(lengths)), one)  # type: ignore[arg-type]
+            assert torch.allclose(out[0], whole[t], atol=1e-12)
+        assert torch.allclose(one[0], last[run], atol=1e-12)
+
+
+def test_a_convolution_goes_on_where_it_was_left() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(9, D, dtype=F64), torch.randn(D, W, dtype=F64)
+    whole, last = convolve(x, weight, None, Runs([0], [9], 9))
+    out, state = convolve(x, weight, None, Runs([0], [2], 9))
+    outputs = [out]
+    for t in range(2, 9):
+        out, state = convolve(x, weight, None, Runs([t], [1], 9), state)
+        outputs.append(out)
+    assert torch.allclose(torch.cat(outputs), whole, atol=1e-13) and torch.equal(state, last)
+
+
+def test_states_of_bfloat16_are_in_float32() -> None:
+    columns = columns_of(80, True, torch.bfloat16)
+    out, state = gated_rule(*columns, Runs([0], [80], 80))  # type: ignore[arg-type]
+    assert out.dtype == state.dtype == torch.float32
+
+
+def test_autocast_does_not_touch_the_rule() -> None:
+    columns = columns_of(80, True, torch.float32)
+    runs = Runs([0], [80], 80)
+    expected, _ = gated_rule(*columns, runs)  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = gated_rule(*columns, runs)  # type: ignore[arg-type]
+    assert torch.equal(out, expected)
+
+
+def test_a_stream_of_filler_alone_computes() -> None:
+    layout = Layout(start=(), length=(), prefix=(), total=1)
+    assert StreamRecurrence(layout).rule((0, 1), *columns_of(1, True)).shape == (1, H, V)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = torch.randn(4, D, requires_grad=True)
+    out = StreamRecurrence(layout_of([(0, [4])], 0)).convolve((0, 1), x, torch.randn(D, W), None)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_steady_decay_over_many_chunks_stays_finite() -> None:
+    """Differences of logarithms are taken before their exponentials."""
+    columns = columns_of(4 * CHUNK, True, torch.float32)
+    columns[3] = torch.full((4 * CHUNK, H), -20.0, requires_grad=True)
+    out = StreamRecurrence(layout_of([(0, [4 * CHUNK])], 0)).rule((0, 1), *columns)
+    gradients = torch.autograd.grad(out.sum(), [x for x in columns if x is not None])
+    assert out.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
+
+
+def stand_in(query: Any, key: Any, value: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """fla's signature: runs one behind the other, between boundaries."""
+    bounds = named["cu_seqlens"].tolist()
+    runs = Runs(bounds[:-1], list(np.diff(bounds)), bounds[-1])
+    out, state = gated_rule(query[0], key[0], value[0], named["g"][0], named["beta"][0], runs, named["initial_state"])
+    assert named["output_final_state"] and named["scale"] == 1.0
+    return out[None].to(value.dtype), state
+
+
+def test_flas_kernel_is_given_the_boundaries_and_states_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layout_of(GROUPS["mixed"])
+    columns = columns_of(layout.total, True)
+    expected = StreamRecurrence(layout).rule((0, 1), *columns)
+    monkeypatch.setattr(recurrence, "fla_kernel", lambda: stand_in)
+    monkeypatch.setattr(recurrence, "rule_for", lambda value, beta: by_fla)
+    ours = StreamRecurrence(layout).rule((0, 1), *columns)
+    same(ours, expected, [x for x in columns if x is not None], bound=1e-5)  # the kernel's decays and states are in float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or fla_kernel() is None, reason="no GPU with fla")
+def test_flas_kernel_gives_the_rule_on_a_gpu() -> None:
+    layout = layout_of(GROUPS["mixed"])
+    columns = [None if x is None else x.detach().to("cuda", torch.bfloat16) for x in columns_of(layout.total, True)]
+    ours = StreamRecurrence(layout).rule((0, 1), *columns)
+    expected = StreamRecurrence(layout).rule((0, 1), *(None if x is None else x.float() for x in columns))
+    assert (ours.float() - expected).abs().max() <= 0.05 * expected.abs().max()
