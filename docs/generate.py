@@ -25,7 +25,7 @@ from groupwise import errors
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.cli.commands import COMMANDS, parsers
 from groupwise.cli.explain import render, work
-from groupwise.config.schema import reference, settings_table, show
+from groupwise.config.schema import reference
 from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
 from groupwise.data.packing import divide
@@ -42,38 +42,39 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # The algorithms
 
-For whoever wants to know what an objective computes, or to change a part of one. Which one to take is another question:
-[choosing](choosing.md). Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`.
+This page lists what an objective computes and which parts can be changed. Which one to take: [choosing](choosing.md). `make docs`
+makes this page and those of the rows from the table of algorithms.
 
-An online algorithm is one row of a table: **credit** (rewards -> advantages) x **ratio** level x **surrogate** x **weights**
-(normalisation), and what it needs beside them. `objective: NAME` takes a row, and keys of `group` replace single parts of it, so
-every mixture of the parts below can be run too: `group: {credit: centered, weights: {name: constant, length: 1024}}`.
-
-Every row has a page: its formula, its recipe, one step in numbers, the settings of its paper, what other libraries do otherwise,
-and when to choose it. The pages write the formulas like this:
+An online algorithm is one row of a table with four parts: **credit** (rewards -> advantages), **ratio** level, **surrogate**
+and **weights** (normalisation). `objective: NAME` takes a row. Keys of `group` replace single parts, so every mixture can be run:
+`group: {credit: centered, weights: {name: constant, length: 1024}}`.
 
 """
 NOTATION = """\
-A step has R completions with N trained tokens in all; completion i has reward r_i, advantage A_i and n_i tokens, at most L. l is a
-token's log-prob under the policy, b under the behavior policy that sampled it, ref under the reference; rho = exp(l - b); sg stops
-the gradient; clip(rho) without bounds is clip(rho, 0.8, 1.2). With `group.beta` above 0 every token's loss gets `+ beta KL`,
-estimated by `group.kl` (k3), except where the KL is part of the reward.
+## Notation
+
+| symbol | meaning |
+|---|---|
+| R, N | completions of a step, and their trained tokens |
+| r_i, A_i, n_i | reward, advantage and tokens of completion i |
+| L | the longest that a completion may be |
+| l, b, ref | log-prob of a token under the policy, the behavior policy that sampled it, and the reference |
+| rho | exp(l - b) |
+| sg | stops the gradient |
+| clip(rho) | clip(rho, 0.8, 1.2), where no bounds are written |
+
+With `group.beta` above 0 every token's loss gets `+ beta KL`, estimated by `group.kl` (k3), unless the KL is part of the reward.
 """
 
 
 def algorithms_page() -> str:
     """The table, then the parts."""
-    lines = [INTRO + NOTATION, "| preset | credit | ratio | surrogate | weights |", "|---|---|---|---|---|"]
+    lines = [INTRO + "| preset | credit | ratio | surrogate | weights |", "|---|---|---|---|---|"]
     for row in ALGORITHMS.values():
         cells = [f"[`{row.name}`](algorithms/{row.name}.md)", *(f"`{describe(part)}`" for part in parts_of(row).values())]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "## The parts",
-        "",
-        "What the keys of `group` may name. For all but `kl` also `module:function`, one of your own with the",
-    ]
-    lines += ["same signature ([own parts](own-parts.md))."]
+    lines += ["", NOTATION, "## The parts", ""]
+    lines += ["The keys of `group` name these. All but `kl` also take a function of your own ([own parts](own-parts.md))."]
     for kind, functions in PARTS.items():
         if functions:
             lines += ["", f"### {kind}", "", "| name | what it is |", "|---|---|"]
@@ -98,6 +99,10 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     """One preset: what it is, its equation, its recipe, a step in numbers, and what its paper and others say."""
     source = f" Paper: [{row.paper}](https://arxiv.org/abs/{row.paper})." if row.paper else ""
     lines = [f"# {row.name}", "", row.summary + source, "", "```text", f"loss = {row.equation}", "```", ""]
+    lines += [
+        "[Symbols](../algorithms.md#notation) and [parts](../algorithms.md#the-parts) are explained once for all algorithms.",
+        "",
+    ]
     lines += ["## When to choose it", "", notes["choose"], "", "## Recipe", ""]
     changed = from_grpo(row)
     taught = ["teacher: {path: Qwen/Qwen3-8B}"] if row.needs_teacher else []
@@ -107,18 +112,14 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     elif changed:
         group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
         lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), *taught, "```"]
-    lines += ["", "## Its parts", "", "| key | part | what it does |", "|---|---|---|"]
-    for key, part in parts_of(row).items():
-        says = first_paragraph(part.func if isinstance(part, partial) else part)
-        lines.append(f"| `group.{key}` | `{describe(part)}` | {cell(says)} |")
+    lines += ["", "Its parts: " + ", ".join(f"{key} `{describe(part)}`" for key, part in parts_of(row).items()) + "."]
     if row.name != "grpo":
         named = [f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items()]
         lines += ["", "Differs from [`grpo`](grpo.md) in: " + ", ".join(named) + "."]
     lines += ["", *numbers(row)]
     lines += ["## Measured", "", notes["measured"].rstrip(), ""] if "measured" in notes else []
     lines += ["## Settings of its paper", "", notes["paper"], ""]
-    lines += ["## What others do otherwise", "", notes["peers"] if notes["peers"] != "-" else "Nothing that is known here.", ""]
-    lines += ["## Notation", "", NOTATION.rstrip()]
+    lines += ["## Elsewhere", "", notes["peers"] if notes["peers"] != "-" else "No other implementation is known here.", ""]
     return "\n".join(lines) + "\n"
 
 
@@ -141,7 +142,7 @@ def numbers(row: Algorithm) -> list[str]:
         columns = (sample.advantage, sample.weight, found.passes[0].gradient[start:end])
         cells = [str(i + 1), f"{rewards[i]:g}", str(end - start), *(spread(np.asarray(values)) for values in columns)]
         lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", "A negative gradient raises the token's log-prob. A range stands where tokens of a completion differ.", ""]
+    return [*lines, "", "A negative gradient raises the token's log-prob.", ""]
 
 
 def spread(values: np.ndarray) -> str:
@@ -223,14 +224,20 @@ def cell(text: str) -> str:
 
 
 def trl_table() -> str:
-    """TRL's arguments, what becomes of each, ours, and what to write."""
-    lines = ["| TRL | what becomes of it | here | what to write, or why | our default |", "|---|---|---|---|---|"]
-    for name, found in sorted(TABLE.items()):
-        default = "" if found.key is None else settings_table()[found.key].default
-        shown = "(required)" if default is dataclasses.MISSING else "" if default in ((), "") else f"`{show(default)}`"
-        key = "" if found.key is None else f"`{found.key}`"
-        lines.append(f"| `{name}` | {FATES[found.fate]} | {key} | {cell(found.says) or 'the same value'} | {shown} |")
-    return "\n".join(lines)
+    """TRL's arguments by what becomes of each; those with the same answer share a row."""
+    lines: list[str] = []
+    for fate, title in FATES.items():
+        rows: dict[tuple[str | None, str], list[str]] = {}
+        for name, found in sorted(TABLE.items()):
+            if found.fate == fate:
+                rows.setdefault((found.key, found.says), []).append(f"`{name}`")
+        keyed = any(key is not None for key, _ in rows)
+        lines += ["", f"### {title[0].upper()}{title[1:]}", ""]
+        lines += ["| TRL | here | note |", "|---|---|---|"] if keyed else ["| TRL | why |", "|---|---|"]
+        for (key, says), names in rows.items():
+            ours = [f"`{key}`" if key is not None else ""] if keyed else []
+            lines.append("| " + " | ".join([", ".join(names), *ours, cell(says)]) + " |")
+    return "\n".join(lines[1:])
 
 
 def rewards_table() -> str:
