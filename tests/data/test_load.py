@@ -3,9 +3,12 @@ import json
 import numpy as np
 import pytest
 
+from groupwise.config.live_objects import Live
 from groupwise.config.settings import DataSettings
+from groupwise.data import sources
 from groupwise.data.load import load_data, load_demonstrations, load_pairs, load_texts
 from groupwise.data.prompts import columns_of, visit
+from groupwise.data.sources import SourceRows
 from groupwise.data.split import part_of
 from groupwise.data.tokenizers import byte_tokenizer, make_tokenizer
 from groupwise.errors import ConfigError, DataError
@@ -324,3 +327,53 @@ def test_a_limit_counts_what_is_left_out_before_its_last_row(write, tokenizer, n
     assert (data.report.rows, data.report.kept, data.report.dropped) == (3, 2, {"that are damaged": 1})
     whole = load_data(DataSettings(path=path), tokenizer, **SIZES)
     assert (whole.report.rows, whole.report.dropped) == (5, {"that are damaged": 3})
+
+
+def shared(*turns):
+    return {"conversations": [{"from": who, "value": what} for who, what in turns]}
+
+
+def test_conversations_of_sharegpt_are_messages(write, tokenizer):
+    asked = [("system", "add"), ("human", "1+2")]
+    path = write([shared(*asked, ("gpt", "3")), shared(("human", "2+2"), ("gpt", "4")), shared(("human", "2"), ("bing", "3"))])
+    data = load_data(DataSettings(path=path), tokenizer, **SIZES)
+    assert [prompt.text for prompt in data.train] == [
+        "<|system|>add<|end|><|user|>1+2<|end|><|assistant|>",
+        "<|user|>2+2<|end|><|assistant|>",
+    ]
+    assert data.report.dropped == {"with a speaker that is not known": 1}
+    assert "line 3" in str(data.report)
+    taught = load_demonstrations(DataSettings(path=path), tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    assert [tokenizer.decode(one.completion) for one in taught.train] == ["3<|end|>", "4<|end|>"]
+
+
+def test_a_form_of_rows_is_one_function(write, tokenizer, monkeypatch):
+    def asked_and_answered(row, where):
+        """{"q": ..., "a": ...} in our columns."""
+        return {"prompt": row["q"], "completion": row["a"]} if row.keys() >= {"q", "a"} else row
+
+    monkeypatch.setattr(sources, "FORMS", (*sources.FORMS, asked_and_answered))
+    settings = DataSettings(path=write([{"q": "1+2", "a": "3"}, {"prompt": "2+2", "completion": "4"}]))
+    assert [prompt.text for prompt in load_data(settings, tokenizer, **SIZES).train] == ["1+2", "2+2"]
+    taught = load_demonstrations(settings, tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    assert [tokenizer.decode(one.completion) for one in taught.train] == ["3<|end|>", "4<|end|>"]
+
+
+class Counted(dict):
+    """A row that counts how often its prompt is read."""
+
+    reads = 0
+
+    def __getitem__(self, key):
+        self.reads += key == "prompt"
+        return super().__getitem__(key)
+
+
+def test_a_prompt_is_read_once_for_splitting_encoding_and_its_record(tokenizer):
+    rows = [Counted(prompt=f"{i}+1", completion=str(i + 1)) for i in range(40)]
+    settings = DataSettings(path=Live("rows", SourceRows("rows", rows)), eval_fraction=0.2, chat=True)
+    data = load_data(settings, tokenizer, **SIZES)
+    assert len(data.train) + len(data.held_out) == 40 and data.held_out
+    assert {row.reads for row in rows} == {1}
+    load_demonstrations(settings, tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    assert {row.reads for row in rows} == {2}

@@ -7,8 +7,9 @@ from transformers import AutoTokenizer
 from groupwise.data.demonstrations import encode_demonstrations
 from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import BadRow, SourceRows
-from groupwise.data.templates import Template, Wording
+from groupwise.data.templates import Template
 from groupwise.data.tokenizers import bpe_tokenizer, byte_tokenizer
+from groupwise.data.wording import Wording
 from groupwise.errors import ConfigError, DataError
 
 BOS, EOS = 1, 2

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic
 
 from groupwise.config.settings import DataSettings
-from groupwise.data.demonstrations import Demonstration, encode_demonstrations, read_demonstration
-from groupwise.data.messages import Content
-from groupwise.data.pairs import Pair, encode_pairs
-from groupwise.data.preference_formats import as_pairs, pair_asks
-from groupwise.data.prompts import encode_prompts, prompt_limit, visit
+from groupwise.data.demonstrations import ANSWERED_IN, DEMONSTRATIONS, Demonstration, read_demonstration
+from groupwise.data.encoding import Item, Kind, encode
+from groupwise.data.pairs import PAIRS, Pair, read_pairs
+from groupwise.data.prompts import prompt_kind, prompt_limit, visit
 from groupwise.data.report import Report
-from groupwise.data.sources import SourceRows, first_of, kind_of, none_left, read_rows
+from groupwise.data.sources import Row, SourceRows, first_of, kind_of, none_left, read_rows
 from groupwise.data.split import part_of
-from groupwise.data.step_labels import Solution, encode_solutions
+from groupwise.data.step_labels import SOLUTIONS, Solution
 from groupwise.data.tasks import make_task
 from groupwise.data.tasks.base import Paired
-from groupwise.data.templates import Template, Tools, Wording
+from groupwise.data.templates import Template, Tools
+from groupwise.data.wording import Example, Wording
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
 from groupwise.utils.imports import demand_attributes, own_code
@@ -31,10 +31,6 @@ TASK_ROWS = 20_000
 """Rows that a built-in task generates where `data.limit` does not say."""
 TASK_HELD_OUT = 1_000
 """Held-out rows of a built-in task where `data.eval_limit` does not say."""
-
-Asked = Callable[[Wording, Mapping[str, Any], str], Content]
-"""(wording, row, where it is) -> what the row asks."""
-Item = TypeVar("Item", Prompt, Demonstration, Pair, Solution)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +81,7 @@ def load_data(
     template = Template.build(settings, tokenizer, tools)
     if not train and settings.task is not None:
         settings = replace(settings, limit=1)  # what a task holds out does not depend on how much else it generates
-
-    def encode(rows: SourceRows) -> tuple[list[Prompt], Report]:
-        return encode_prompts(rows, template, max_tokens=limit, too_long=settings.too_long)
-
-    data = _load(settings, template, encode, "prompts", seed, read=lambda rows: rows.sifted(template.content), train=train)
+    data = _load(settings, template, prompt_kind(template), seed, limit=limit, train=train)
     held_out, validation = (tuple(visit(prompt, "eval") for prompt in part) for part in (data.held_out, data.validation))
     return replace(data, held_out=held_out, validation=validation)
 
@@ -111,24 +103,14 @@ def load_demonstrations(
     Raises DataError or ConfigError as `load_data`.
     """
     template = Template.build(settings, tokenizer, tools)
-
-    def encode(rows: SourceRows) -> tuple[list[Demonstration], Report]:
-        return encode_demonstrations(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
-
-    check = partial(read_demonstration, wording=template)
-    return _load(settings, template, encode, "demonstrations", seed, read=lambda rows: rows.sifted(check), asked=_asked)
+    return _load(settings, template, DEMONSTRATIONS, seed, limit=context, eos_ids=eos_ids)
 
 
 def load_pairs(
     settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int], seed: int
 ) -> Data[Pair]:
     """Preference pairs for a reward model or DPO.  Raises DataError or ConfigError as `load_data`, and for a task without pairs."""
-    template = Template.build(settings, tokenizer)
-
-    def encode(rows: SourceRows) -> tuple[list[Pair], Report]:
-        return encode_pairs(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
-
-    return _load(settings, template, encode, "pairs", seed, read=lambda rows: as_pairs(rows, template), asked=pair_asks)
+    return _load(settings, Template.build(settings, tokenizer), PAIRS, seed, limit=context, eos_ids=eos_ids)
 
 
 def load_solutions(
@@ -137,25 +119,18 @@ def load_solutions(
     """Solutions with labelled steps for a process reward model.  Raises DataError or ConfigError as `load_data`."""
     if settings.task is not None:
         raise ConfigError(f"the task {settings.task!r} has no labelled steps: give data.path with completions and labels columns")
-    template = Template.build(settings, tokenizer)
-
-    def encode(rows: SourceRows) -> tuple[list[Solution], Report]:
-        return encode_solutions(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
-
-    return _load(settings, template, encode, "solutions", seed=0, read=lambda rows: rows.sifted(template.content))
+    return _load(settings, Template.build(settings, tokenizer), SOLUTIONS, seed=0, limit=context, eos_ids=eos_ids)
 
 
 def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
     """Every text of the training rows, for training a tokenizer on them; held-out rows are left out."""
-    train, _ = _sources(settings, "demonstrations", seed)
+    rows, _ = _sources(settings, "demonstration", seed)
     if settings.parts:
         wording = Wording.of(settings)
-        pairs = {"chosen", "rejected"} <= set(train[0])
-        if pairs:
-            train = _split(as_pairs(train, wording), wording, settings.parts, pair_asks)["train"]
-        else:
-            train = _split(train.sifted(partial(_asked_if_answered, wording)), wording, settings.parts, _asked_if_answered)["train"]
-    for row in train:
+        pairs = {"chosen", "rejected"} <= set(rows[0])
+        examples = read_pairs(rows, wording) if pairs else rows.mapped(partial(_read_any, wording=wording))
+        rows = [example.row for example in _split(examples, wording, settings.parts)["train"]]
+    for row in rows:
         for value in row.values():
             yield from _texts_in(value)
 
@@ -163,21 +138,23 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
 def _load(
     settings: DataSettings,
     template: Template,
-    encode: Callable[[SourceRows], tuple[list[Item], Report]],
-    kind: str,
+    kind: Kind[Item],
     seed: int,
-    read: Callable[[SourceRows], SourceRows],
+    *,
+    limit: int,
+    eos_ids: Sequence[int] = (),
     train: bool = True,
-    asked: Asked = Wording.content,
 ) -> Data[Item]:
-    rows, held_out = _sources(settings, kind, seed)
-    rows, held_out = read(rows), None if held_out is None else read(held_out)
+    """Rows -> examples, once -> parts -> records."""
+    sources = _sources(settings, kind.name, seed)
+    rows, held_out = (None if part is None else kind.read(part, template) for part in sources)
+    assert rows is not None
     for part in (rows, held_out):
         if part is not None and not len(part):
             raise DataError(none_left(part.name, part.left_out))
     watched = None
     if settings.parts:
-        parts = _split(rows, template, settings.parts, asked)
+        parts = _split(rows, template, settings.parts)
         for name, share in settings.parts.items():
             if not len(parts[name]):
                 raise DataError(f"data.eval_fraction {share:g} holds out none of the {len(rows)} rows: raise it")
@@ -186,21 +163,28 @@ def _load(
     if held_out is not None:
         held_out = held_out.first(settings.eval_limit)
     if held_out is not None and settings.eval_path is not None:
-        rows, overlap = _without(rows, held_out, template, asked)
+        rows, overlap = _without(rows, held_out, template)
         if not len(rows):
             raise DataError(
                 f"no row is left to train on: the prompts of all {overlap} rows of {rows.name} are held out by data.eval_path; "
                 "give another file, or hold out a part of this one with data.eval_fraction instead"
             )
-    items, report = encode(rows) if train else ([], Report(source=rows.name, rows=0, kept=0))
-    judged, held_out_report = encode(held_out) if held_out is not None else ([], None)
-    validation, _ = encode(watched) if watched is not None else ([], None)
+    nothing = Report(source=rows.name, rows=0, kept=0)
+
+    def encoded(part: SourceRows[Example] | None) -> tuple[list[Item], Report]:
+        if part is None:
+            return [], nothing
+        return encode(part, template, kind, limit=limit, eos_ids=eos_ids, too_long=settings.too_long)
+
+    items, report = encoded(rows if train else None)
+    judged, held_out_report = encoded(held_out)
+    validation, _ = encoded(watched)
     return Data(
         train=tuple(items),
         held_out=tuple(judged),
         validation=tuple(validation),
         report=report,
-        held_out_report=held_out_report,
+        held_out_report=None if held_out is None else held_out_report,
         overlap=overlap,
     )
 
@@ -221,9 +205,9 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
         return read_rows(settings.path, settings.split, lenient=True).first(settings.limit).renamed(settings.columns), held_out
     task = make_task(str(settings.task), settings.task_args)
     count = settings.limit or TASK_ROWS
-    if kind == "demonstrations":
+    if kind == "demonstration":
         return _drawn(settings, task, "demonstrations", count, seed), held_out
-    if kind == "pairs":
+    if kind == "pair":
         if not isinstance(task, Paired):
             given = "data.task: preferences, or data.path with chosen and rejected columns"
             raise ConfigError(f"the task {settings.task!r} has no preference pairs: give {given}")
@@ -246,31 +230,27 @@ def _drawn(settings: DataSettings, task: object, method: str, *arguments: int) -
     return SourceRows(f"task {settings.task}" + ", held out" * method.startswith("held_out"), rows)
 
 
-def _split(rows: SourceRows, wording: Wording, fractions: Mapping[str, float], asked: Asked) -> dict[str, SourceRows]:
+def _split(rows: SourceRows[Example], wording: Wording, fractions: Mapping[str, float]) -> dict[str, SourceRows[Example]]:
     """Rows by part, `train` among them, by a hash of each row's prompt."""
-    parts = [part_of(wording.key(asked(wording, row, rows.where(i))), fractions) for i, row in enumerate(rows)]
-    found = {name: rows.subset([i for i, part in enumerate(parts) if part == name]) for name in ("train", *fractions)}
-    found["train"] = replace(found["train"], left_out=rows.left_out)
+    places: dict[str, list[int]] = {name: [] for name in ("train", *fractions)}
+    for i, example in enumerate(rows):
+        places[part_of(wording.key(example.content), fractions)].append(i)
     titles = {"test": "held out", "validation": "for validation"}
-    return {name: replace(part, name=f"{rows.name}, {titles[name]}") if name in titles else part for name, part in found.items()}
+    parts = {name: rows.subset(chosen) for name, chosen in places.items()}
+    named = {name: replace(parts[name], name=f"{rows.name}, {title}") for name, title in titles.items() if name in parts}
+    return parts | named | {"train": replace(parts["train"], left_out=rows.left_out)}
 
 
-def _without(rows: SourceRows, held_out: SourceRows, wording: Wording, asked: Asked) -> tuple[SourceRows, int]:
+def _without(rows: SourceRows[Example], held_out: SourceRows[Example], wording: Wording) -> tuple[SourceRows[Example], int]:
     """Rows whose prompts are not held out, and how many others there were."""
-    hidden = {wording.key(asked(wording, row, held_out.where(i))) for i, row in enumerate(held_out)}
-    kept = rows.subset([i for i, row in enumerate(rows) if wording.key(asked(wording, row, rows.where(i))) not in hidden])
-    return replace(kept, left_out=rows.left_out), len(rows) - len(kept)
+    hidden = {wording.key(example.content) for example in held_out}
+    left = rows.subset([i for i, example in enumerate(rows) if wording.key(example.content) not in hidden])
+    return replace(left, left_out=rows.left_out), len(rows) - len(left)
 
 
-def _asked(wording: Wording, row: Mapping[str, Any], where: str) -> Content:
-    """What a demonstration asks, with the turns before its answer."""
-    return read_demonstration(row, where, wording=wording)[0]
-
-
-def _asked_if_answered(wording: Wording, row: Mapping[str, Any], where: str) -> Content:
-    """The same; of a row without an answer its own prompt."""
-    answered = first_of(row, ("completion", "messages", "output")) is not None
-    return _asked(wording, row, where) if answered else wording.content(row, where)
+def _read_any(row: Row, where: str, *, wording: Wording) -> Example:
+    """A row as a demonstration; one without an answer as a prompt."""
+    return wording.read(row, where) if first_of(row, ANSWERED_IN) is None else read_demonstration(row, where, wording=wording)
 
 
 def _texts_in(value: object) -> Iterator[str]:

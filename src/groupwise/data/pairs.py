@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from groupwise.data.demonstrations import UNSAID, checked_answer, fit_prompt
-from groupwise.data.messages import is_blank
-from groupwise.data.preference_formats import as_pairs, pair_asks, system_beside
-from groupwise.data.prompts import UNKNOWN, TooLong, ask_contents
-from groupwise.data.rendering import Refusal
-from groupwise.data.report import Report, Tally
-from groupwise.data.sources import LeftOut, SourceRows
+from groupwise.data.demonstrations import UNSAID, checked_turns
+from groupwise.data.encoding import Kind, TooLong, encode
+from groupwise.data.messages import openings
+from groupwise.data.preference_formats import as_pairs
+from groupwise.data.report import Report
+from groupwise.data.sources import Row, SourceRows
 from groupwise.data.templates import Template
+from groupwise.data.wording import Example, Wording
 from groupwise.errors import DataError
 
 
@@ -42,65 +42,46 @@ class Pair:
         return self.prompt.size + self.chosen.size + self.rejected.size
 
 
+def read_pairs(rows: SourceRows, wording: Wording) -> SourceRows[Example]:
+    """The pairs of a source in any published form (`preference_formats`): each with its chosen and its rejected answer."""
+    return as_pairs(rows, wording).mapped(partial(_read_pair, wording=wording))
+
+
+def _read_pair(row: Row, where: str, *, wording: Wording) -> Example:
+    """A pair with a prompt, `chosen` and `rejected`.
+
+    Where `wording.format` writes the prompt as messages, those of the system stand before it.
+    """
+    system = openings(row["chosen"][:-1]) if isinstance(row["chosen"], list) else []
+    asked = wording.own_content(row, where)
+    content = wording.opened(asked if isinstance(asked, str) else [*system, *asked])
+    sides = [checked_turns(row[side], side, where) for side in ("chosen", "rejected")]
+    answers = tuple(side if isinstance(side, str) else side[-1:] for side in sides)
+    notes = (UNSAID,) if system and isinstance(content, str) else ()
+    return Example(row, content, answers, notes=notes, extra=_margin(row, where))
+
+
+PAIRS = Kind(
+    name="pair",
+    read=read_pairs,
+    make=lambda id, example, _question, prompt, chosen, rejected: Pair(
+        id=id, prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=example.extra
+    ),
+)
+
+
 def encode_pairs(
     rows: SourceRows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
 ) -> tuple[list[Pair], Report]:
-    """Pairs of rows with `chosen` and `rejected` (strings or messages) and a prompt in any form that prompts may have.
+    """Pairs of the rows that hold one, as `encode`: strings or messages, and a prompt in any form that prompts may have.
 
-    Other published forms are read too (`preference_formats`).  Dropped and counted: rows that cannot be read, that diverge before
-    their last turn or that the chat template refuses, empty prompts, empty completions, identical completions, unknown characters,
-    and pairs whose longer side exceeds `context` (`truncate_left` cuts the prompt, the same for both sides).  Raises DataError if a
-    column is in no row, or if no pair is left.
+    Dropped and counted are also pairs that diverge before their last turn, and those whose completions are the same.
+    `truncate_left` cuts the prompt, the same for both sides.  Raises DataError if a column is in no row.
     """
-    rows = as_pairs(rows, template)
-    tally = Tally.of(rows)
-    asked = []
-    contents = [pair_asks(template, row, rows.where(i)) for i, row in enumerate(rows)]
-    for i, question in ask_contents(rows, contents, template, tally):
-        try:
-            sides = [checked_answer(rows[i][side], side, question.where) for side in ("chosen", "rejected")]
-            margin = _margin(rows[i], question.where)
-        except DataError as error:
-            left = LeftOut.of(error)
-            tally.drop(left.reason, first=left.where)
-            continue
-        if any(is_blank(side) for side in sides):
-            tally.drop("with an empty completion")
-        else:
-            asked.append((i, question, *sides, margin))
-    questions = [question for _, question, *_ in asked]
-    all_chosen = template.try_complete(questions, [chosen for _, _, chosen, _, _ in asked], eos_ids)
-    all_rejected = template.try_complete(questions, [rejected for _, _, _, rejected, _ in asked], eos_ids)
-    pairs = []
-    for (i, question, _, _, margin), chosen, rejected in zip(asked, all_chosen, all_rejected, strict=True):
-        if isinstance(chosen, Refusal) or isinstance(rejected, Refusal):
-            refusal = chosen if isinstance(chosen, Refusal) else rejected
-            assert isinstance(refusal, Refusal)
-            tally.drop(refusal.reason, first=str(refusal))
-            continue
-        if np.array_equal(chosen.tokens, rejected.tokens):
-            tally.drop("with chosen = rejected")
-            continue
-        if any(template.unknown(side.text, side.tokens) for side in (chosen, rejected)):
-            tally.drop(UNKNOWN)
-            continue
-        longest = max(chosen.tokens.size, rejected.tokens.size)
-        prompt = fit_prompt(question, longest, context, too_long, tally, template.bos_id)
-        if prompt is None:
-            continue
-        if not (chosen.stable and rejected.stable):
-            tally.note("with a completion encoded apart from its prompt")
-        if question.plain and system_beside(rows[i]):
-            tally.note(UNSAID, first=question.where)
-        tally.keep(template.key(question.content))
-        pairs.append(Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=margin))
-    report = tally.report([len(pair) for pair in pairs])
-    if not pairs:
-        raise DataError(f"no pair is left: {report}")
-    return pairs, report
+    return encode(PAIRS.read(rows, template), template, PAIRS, limit=context, eos_ids=eos_ids, too_long=too_long)
 
 
-def _margin(row: Mapping[str, Any], where: str) -> float:
+def _margin(row: Row, where: str) -> float:
     margin = row.get("margin")
     if margin is None:
         return 0.0

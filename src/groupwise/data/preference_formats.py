@@ -22,12 +22,11 @@ from itertools import groupby
 from typing import Any
 
 from groupwise.data.demonstrations import SEVERAL, checked_turns
-from groupwise.data.messages import CONTRADICTS, Content, Messages, before_the_answer, is_blank, joined, openings
-from groupwise.data.sources import BadRow, LeftOut, SourceRows, missing_column
-from groupwise.data.templates import Wording
+from groupwise.data.messages import CONTRADICTS, Messages, before_the_answer, is_blank, joined, openings
+from groupwise.data.sources import BadRow, LeftOut, Row, SourceRows, missing_column
+from groupwise.data.wording import Wording
 from groupwise.errors import DataError
 
-Row = Mapping[str, Any]
 Found = Iterable[tuple[int, Row | LeftOut]]
 """Places in the source, each with its pair or with why there is none."""
 
@@ -52,7 +51,7 @@ class Form:
 
 
 def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
-    """The pairs of a source, each with a prompt that `wording` can read.  Rows that hold none are in `left_out`, with the reason.
+    """The pairs of a source in one form.  Rows that hold none are in `left_out`, with the reason.
 
     Where `wording.chat` says so, strings that hold several turns become messages.
     Raises DataError, naming the column that is missing, if the source is in none of the forms above.
@@ -68,8 +67,6 @@ def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
         if not isinstance(found, LeftOut):
             try:
                 found = _shared(found, rows.where(place), wording)
-                if not isinstance(found, LeftOut):
-                    wording.content(found, rows.where(place))
             except DataError as error:
                 found = LeftOut.of(error)
         if isinstance(found, LeftOut):
@@ -78,17 +75,6 @@ def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
             places.append(place)
             pairs.append(found)
     return replace(rows.subset(places), rows=pairs, left_out=tuple(left_out))
-
-
-def pair_asks(wording: Wording, row: Row, where: str) -> Content:
-    """What a row of `as_pairs` asks.  Where `wording.format` writes it as messages, those of the system stand before it."""
-    asked = wording.own_content(row, where)
-    return wording.opened(asked if isinstance(asked, str) else [*system_beside(row), *asked])
-
-
-def system_beside(row: Row) -> Messages:
-    """The messages of the system that the sides of a row of `as_pairs` hold."""
-    return openings(row["chosen"][:-1]) if isinstance(row["chosen"], list) else []
 
 
 def _form_of(rows: SourceRows, columns: set[str]) -> Form:

@@ -12,13 +12,17 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from groupwise.config.live_objects import LIVE, Live, missing, short_digest
 from groupwise.config.validation import DATA_SUFFIXES, ROW
 from groupwise.errors import DataError
 from groupwise.utils.files import digest, expanded
+
+Row = Mapping[str, Any]
+Item = TypeVar("Item")
+Other = TypeVar("Other")
 
 MAX_DEPTH = 100
 """Lists and objects inside one another in a row; Python's own functions fail beyond some hundreds."""
@@ -56,11 +60,12 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRows(Sequence[Mapping[str, Any]]):
-    """Rows of one source.  `where(i)` names row i as its owner would look for it: file and line, or data set and row."""
+class SourceRows(Sequence[Item], Generic[Item]):
+    """Rows of one source, or what they were read as.  `where(i)` names row i as its owner would look for it: file and line, or data
+    set and row."""
 
     name: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Item]
     numbers: Sequence[int] = field(default=(), repr=False)
     """What each row is called in its source, from 1: its line in a JSONL file.  Default: 1, 2, 3 ..."""
     unit: str = "row"
@@ -78,61 +83,53 @@ class SourceRows(Sequence[Mapping[str, Any]]):
     def __getitem__(self, i: Any) -> Any:
         return self.rows[i]
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Item]:
         return iter(self.rows)
 
     def where(self, i: int) -> str:
         """For messages: `train.jsonl line 17`."""
         return f"{self.name} {self.unit} {self.numbers[i]}"
 
-    def first(self, n: int | None) -> SourceRows:
+    def first(self, n: int | None) -> SourceRows[Item]:
         """The first `n` rows, and what is left out before the last of them; all if None."""
         if n is None or n > len(self.rows) or not self.rows:
             return self
         left_out = tuple(left for left in self.left_out if left.number <= self.numbers[n - 1])
         return replace(self, rows=self.rows[:n], numbers=self.numbers[:n], left_out=left_out)
 
-    def subset(self, places: Sequence[int]) -> SourceRows:
+    def subset(self, places: Sequence[int]) -> SourceRows[Item]:
         """The rows at `places`, under the names they had."""
         return replace(self, rows=[self.rows[i] for i in places], numbers=[self.numbers[i] for i in places], left_out=())
 
-    def renamed(self, columns: Mapping[str, str]) -> SourceRows:
-        """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged; conversations as messages.
+    def renamed(self: SourceRows[Row], columns: Mapping[str, str]) -> SourceRows[Row]:
+        """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged; published forms of rows as ours.
 
         A row without one that prompts and answers are read from is left out; any other it may lack.  Raises DataError if every row
         is left out, or for a column that none has.
         """
+        if not columns:
+            return self.mapped(in_our_form)
         taken = {theirs: ours for ours, theirs in columns.items()}
         for theirs in sorted(taken.keys() - {name for row in self.rows for name in row} if self.rows else ()):
             raise DataError(missing_column(theirs, self.rows[0], self.where(0), taken[theirs]))
 
-        def named(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        def named(row: Row, where: str) -> Row:
             for theirs in sorted(taken.keys() - row.keys()):
                 if taken[theirs] in ROW:
                     raise BadRow(f"without {printable(theirs)}", missing_column(theirs, row, where, taken[theirs]))
             kept = {name: value for name, value in row.items() if name not in taken}
-            return with_messages(kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}, where)
+            return in_our_form(kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}, where)
 
         return self.mapped(named)
 
-    def sifted(self, check: Callable[[Mapping[str, Any], str], object]) -> SourceRows:
-        """The rows for which `check(row, where)` raises no DataError; the others are left out, with what it says.
-
-        Raises DataError, with every reason, if no row is left.
-        """
-
-        def checked(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-            check(row, where)
-            return row
-
-        return self.mapped(checked)
-
-    def mapped(self, change: Callable[[Mapping[str, Any], str], Mapping[str, Any]]) -> SourceRows:
+    def mapped(self, change: Callable[[Item, str], Other]) -> SourceRows[Other]:
         """What `change(row, where)` makes of each row; rows for which it raises DataError are left out, with what it says.
 
         Raises DataError, with every reason, if no row is left.
         """
-        places, rows, left_out = [], [], list(self.left_out)
+        places: list[int] = []
+        rows: list[Other] = []
+        left_out = list(self.left_out)
         for i, row in enumerate(self.rows):
             try:
                 rows.append(change(row, self.where(i)))
@@ -142,10 +139,17 @@ class SourceRows(Sequence[Mapping[str, Any]]):
                 places.append(i)
         if self.rows and not places:
             raise DataError(none_left(self.name, left_out))
-        return replace(self.subset(places), rows=rows, left_out=tuple(left_out))
+        return SourceRows(self.name, rows, [self.numbers[i] for i in places], self.unit, tuple(left_out))
 
 
-def with_messages(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def in_our_form(row: Row, where: str) -> Row:
+    """A row in one of the published `FORMS`, in our columns.  Raises BadRow."""
+    for form in FORMS:
+        row = form(row, where)
+    return row
+
+
+def with_messages(row: Row, where: str) -> Row:
     """A row in which a conversation that is stored as JSON text (by CSV, SQL) is a list of messages.
 
     Raises BadRow for a text that begins as messages do, and is no JSON: Python's own form, or one that is cut off.
@@ -160,6 +164,28 @@ def with_messages(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     }
     return {**row, **read} if read else row
 
+
+def shared_conversation(row: Row, where: str) -> Row:
+    """A row with the column `conversations`, as ShareGPT has it, with `messages` instead.  Raises BadRow.
+
+    >>> shared_conversation({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, "row 1")
+    {'messages': [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]}
+    """
+    turns = row.get("conversations")
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() for turn in turns):
+        return row
+    unknown = next((turn["from"] for turn in turns if turn["from"] not in SPEAKERS), None)
+    if unknown is not None:
+        remedy = f"the speakers of a conversation are {', '.join(SPEAKERS)}"
+        raise BadRow("with a speaker that is not known", f"{where}: conversations holds a turn from {unknown!r:.40}: {remedy}")
+    messages = [{"role": SPEAKERS[turn["from"]], "content": turn["value"]} for turn in turns]
+    return {name: value for name, value in row.items() if name != "conversations"} | {"messages": messages}
+
+
+SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+"""Of `conversations`, with their roles."""
+FORMS: tuple[Callable[[Row, str], Row], ...] = (with_messages, shared_conversation)
+"""Published forms of rows.  A new one is a function (row, where) -> row here, which gives rows in other forms back as they are."""
 
 _LISTS = re.compile(r"\s*\[\s*\{")
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content)\1\s*:""")
@@ -188,8 +214,13 @@ def first_of(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
     >>> [first_of(row, ("prompt", "messages")) for row in ({"prompt": None, "messages": []}, {"prompt": None}, {})]
     ['messages', 'prompt', None]
     """
-    there = [column for column in columns if column in row]
-    return next((column for column in there if row[column] is not None), there[0] if there else None)
+    empty = None
+    for column in columns:
+        if row.get(column) is not None:
+            return column
+        if empty is None and column in row:
+            empty = column
+    return empty
 
 
 def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | None = None) -> str:
@@ -230,7 +261,7 @@ def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> Sour
         raise DataError(f"{path}: cannot read {suffix or 'a file without suffix'}: convert it to {', '.join(DATA_SUFFIXES)}")
     if file.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes)")
-    rows = {".json": _read_json, ".parquet": _read_parquet}.get(suffix, _read_jsonl)(file, path)
+    rows = READERS[suffix](file, path)
     if rows.left_out and not lenient:
         raise DataError(rows.left_out[0].where)
     if not rows:
@@ -353,7 +384,8 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
         raise _too_long(where, error) from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is a JSON object, this is {_kind(row)}")
-    _refuse_depth(row, where)
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _refuse_depth(row, where)
     _refuse_lone_surrogates(text, row, where)
     return row
 
@@ -450,6 +482,15 @@ def _read_parquet(file: Path, name: str) -> SourceRows:
         with file.open("rb") as stream:
             start = stream.read(8)
         raise DataError(f"{name}: not a readable Parquet file (begins with {start!r}): {str(error).splitlines()[0]}") from None
+
+
+READERS: Mapping[str, Callable[[Path, str], SourceRows]] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
+"""By suffix: (file, its name in messages) -> its rows.  `config.validation.DATA_SUFFIXES` lists the suffixes."""
 
 
 def fingerprint(path: str, split: str = "train") -> dict[str, Any]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from groupwise.data.demonstrations import fit_prompt
-from groupwise.data.prompts import UNKNOWN, TooLong, ask_rows
-from groupwise.data.report import Report, Tally
-from groupwise.data.sources import SourceRows, missing_column
-from groupwise.data.templates import Template, behind_opening
+from groupwise.data.encoding import Kind, TooLong, encode
+from groupwise.data.report import Report
+from groupwise.data.sources import BadRow, Row, SourceRows, missing_column
+from groupwise.data.templates import Completion, Question, Template
+from groupwise.data.wording import Example, Wording
 from groupwise.errors import DataError
 
 SEPARATOR = "\n"
@@ -41,49 +41,12 @@ class Solution:
         return self.prompt.size + self.completion.size
 
 
-def encode_solutions(
-    rows: SourceRows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
-) -> tuple[list[Solution], Report]:
-    """Solutions of rows with `completions` (the steps, strings) and `labels` (true or false, or a probability, for each).
+def read_solution(row: Row, where: str, *, wording: Wording) -> Example:
+    """A prompt with `completions` (the steps, strings) and `labels` (true or false, or a probability, for each).
 
-    Dropped and counted: rows that cannot be read, empty prompts, rows without steps or with an empty step, unknown characters,
-    sequences over `context`.  Raises DataError if no row is left.
+    Raises DataError, also for a row without steps or with an empty one.
     """
-
-    def check(row: Mapping[str, Any], where: str) -> None:
-        template.content(row, where)
-        _checked(row, where)
-
-    rows = rows.sifted(check)
-    tally = Tally.of(rows)
-    checked = [_checked(row, rows.where(i)) for i, row in enumerate(rows)]
-    solutions = []
-    for i, question in ask_rows(rows, template, tally):
-        steps, labels = checked[i]
-        if not steps or not all(step.strip() for step in steps):
-            tally.drop("with no step or an empty one")
-            continue
-        steps = [behind_opening(question.text, steps[0]), *steps[1:]]
-        texts = [step + SEPARATOR for step in steps[:-1]] + [template.before_end(steps[-1], eos_ids)]
-        parts = template.encode(texts, plain=[False] * len(texts))
-        if any(template.unknown(text, ids) for text, ids in zip(texts, parts, strict=True)):
-            tally.drop(UNKNOWN)
-            continue
-        completion = np.concatenate([*parts, np.asarray(eos_ids[:1], dtype=np.int64)])
-        prompt = fit_prompt(question, completion.size, context, too_long, tally, template.bos_id)
-        if prompt is None:
-            continue
-        ends = np.cumsum([part.size for part in parts]) - 1
-        ends[-1] += 1
-        tally.keep(template.key(question.content))
-        solutions.append(Solution(id=str(i), prompt=prompt, completion=completion, ends=ends, labels=np.array(labels)))
-    report = tally.report([len(solution) for solution in solutions])
-    if not solutions:
-        raise DataError(f"no solution is left: {report}")
-    return solutions, report
-
-
-def _checked(row: Mapping[str, Any], where: str) -> tuple[list[str], list[float]]:
+    content = wording.content(row, where)
     for column in ("completions", "labels"):
         if column not in row:
             raise DataError(missing_column(column, row, where))
@@ -95,4 +58,27 @@ def _checked(row: Mapping[str, Any], where: str) -> tuple[list[str], list[float]
         raise DataError(f"{where}: there are {len(steps)} completions and {count} labels; each step has one")
     if not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):
         raise DataError(f"{where}: labels are true or false, or probabilities, got {labels!r:.80}")
-    return steps, [float(label) for label in labels]
+    if not steps or not all(step.strip() for step in steps):
+        raise BadRow("with no step or an empty one", f"{where}: completions holds no step, or an empty one")
+    return Example(row, content, extra=(steps, np.array(labels, dtype=np.float64)))
+
+
+def _in_steps(template: Template, asked: Sequence[tuple[Example, Question]], eos_ids: Sequence[int]) -> list[tuple[Completion]]:
+    return [(template.in_steps(question, example.extra[0], SEPARATOR, eos_ids),) for example, question in asked]
+
+
+SOLUTIONS = Kind(
+    name="solution",
+    read=lambda rows, wording: rows.mapped(partial(read_solution, wording=wording)),
+    make=lambda id, example, _question, prompt, solved: Solution(
+        id=id, prompt=prompt, completion=solved.tokens, ends=solved.ends, labels=example.extra[1]
+    ),
+    answers=_in_steps,
+)
+
+
+def encode_solutions(
+    rows: SourceRows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
+) -> tuple[list[Solution], Report]:
+    """Solutions of the rows that hold one, as `encode`."""
+    return encode(SOLUTIONS.read(rows, template), template, SOLUTIONS, limit=context, eos_ids=eos_ids, too_long=too_long)

@@ -7,12 +7,10 @@ its text.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,24 +19,21 @@ import numpy as np
 
 from groupwise.config.settings import ControlTokens, DataSettings
 from groupwise.data.messages import (
-    OPENING,
     Content,
     Messages,
-    asks,
-    before_the_answer,
     beside,
     calls_of,
     checked,
     garbled,
     names_missing,
-    says_nothing,
     tools_in,
     variables_in,
     with_arguments,
 )
 from groupwise.data.rendering import Chat, Refusal, render_chats
-from groupwise.data.sources import BadRow, first_of, missing_column
-from groupwise.errors import ConfigError, DataError
+from groupwise.data.sources import Row
+from groupwise.data.wording import Wording
+from groupwise.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,102 +49,6 @@ OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
 THINK = "<think>"
 MARK = "zq7mark"
 """Stands for an answer where the template is looked at."""
-NOTHING = "with nothing in a column that data.template reads"
-BRACES = "write columns in {braces}; a literal brace is doubled"
-ALPACA = """Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the request.
-
-### Instruction:
-{instruction}{input_block}
-
-### Response:
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wording:
-    """How a row becomes a prompt (a string or messages), before any tokenizer.
-
-    >>> Wording(format="Reverse: {word}").content({"word": "abc"})
-    'Reverse: abc'
-    """
-
-    chat: bool = False
-    """Strings become messages of the user."""
-    system: str | None = None
-    """Put before messages that bring no system message of their own."""
-    format: str | None = None
-    """Makes the prompt from the row's columns; `alpaca` names the usual one for instruction/input rows."""
-
-    @classmethod
-    def of(cls, settings: DataSettings) -> Wording:
-        """The wording that the settings describe."""
-        return Wording(chat=settings.chat, system=settings.system, format=settings.template)
-
-    def content(self, row: Mapping[str, Any], where: str = "row") -> Content:
-        """What `row` asks: from `format`, or the columns `prompt`, `messages` (all but a last assistant turn), or `instruction`.
-
-        Raises DataError, naming `where`, if the columns are missing or hold neither text nor messages.
-        """
-        return self.opened(self.own_content(row, where))
-
-    def own_content(self, row: Mapping[str, Any], where: str = "row") -> Content:
-        """`content` without the system message of the settings."""
-        content = self.unwrapped(row, where)
-        return [{"role": "user", "content": content}] if isinstance(content, str) and self.chat else content
-
-    def opened(self, content: Content) -> Content:
-        """What a row asks, behind the system message of the settings, or behind its own if it opens with one that is not empty.
-
-        Raises ConfigError if the settings' cannot stand there.
-        """
-        if self.system is None:
-            return content
-        if isinstance(content, str):
-            raise ConfigError("data.system needs chat messages: set data.chat: true, or put the text into data.template")
-        if not content or content[0]["role"] not in OPENING:
-            return [self._opening, *content]
-        return [self._opening, *content[1:]] if says_nothing(content[0]["content"]) else content
-
-    @property
-    def _opening(self) -> dict[str, Any]:
-        """The settings' message."""
-        return {"role": "system", "content": self.system}
-
-    def brought(self, messages: Messages) -> Messages:
-        """Messages without the one that the settings put before them."""
-        return messages[1:] if self.system is not None and messages[:1] == [self._opening] else messages
-
-    def key(self, content: Content) -> str:
-        """Names a prompt for the held-out split and for duplicates: its own text, whatever the chat template or `system`.
-
-        A single user message is the same prompt as its string.
-        """
-        if isinstance(content, str):
-            return content
-        own = self.brought(content)
-        if len(own) == 1 and own[0]["role"] == "user" and isinstance(own[0]["content"], str):
-            return own[0]["content"]
-        return json.dumps(own, sort_keys=True, ensure_ascii=False, default=str)
-
-    def unwrapped(self, row: Mapping[str, Any], where: str = "row") -> Content:
-        """`own_content` before `chat` makes a message of a text."""
-        variables_in(row, where)
-        if self.format == "alpaca":
-            return _alpaca(row, where)
-        if self.format is not None:
-            return formatted(self.format, row, where)
-        column = first_of(row, ("prompt", "messages", "instruction"))
-        if column == "prompt":
-            return asks(checked(row["prompt"], "prompt", where), "prompt", where)
-        if column == "messages":
-            found = checked(row["messages"], "messages", where)
-            return found if isinstance(found, str) else before_the_answer(found, "messages", where)
-        if column is None:
-            raise DataError(missing_column("prompt", row, where))
-        if not self.chat:
-            raise ConfigError(f"{where} has instruction/input columns: set data.template: alpaca, or data.chat: true")
-        instruction, given = _string(row, "instruction", where), _string(row, "input", where, default="")
-        return f"{instruction}\n\n{given}" if given.strip() and instruction.strip() else instruction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,21 +79,16 @@ class Template(Wording):
             tools=tools,
         )
 
-    def tools_shown(self, schemas: Sequence[Mapping[str, Any]]) -> Template:
-        """The same, which shows these tools whatever the row."""
-        return replace(self, tools=lambda _: schemas)
-
     def text(self, content: Content, where: str = "row") -> str:
         """The prompt's text: a string as it is, messages through the chat template up to where the assistant starts.
 
         A last message of the assistant is continued, not closed.
         Raises DataError if the tokenizer has no chat template, or its template refuses the messages.
         """
-        return _accepted(self._rendered([_prompt_chat(content, where, self._tools_of({}), {})])[0])
+        _, tools, variables, _ = self._brought(content, {})
+        return _accepted(self._rendered([_prompt_chat(content, where, tools, variables)])[0])
 
-    def ask(
-        self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[Question]:
+    def ask(self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Row] | None = None) -> list[Question]:
         """Texts and ids of contents; `wheres` names their rows in messages, `rows` says which tools they show.
 
         Raises DataError as `text`.
@@ -202,19 +96,22 @@ class Template(Wording):
         return [_accepted(question) for question in self.try_ask(contents, wheres, rows)]
 
     def try_ask(
-        self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Mapping[str, Any]] | None = None
+        self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Row] | None = None
     ) -> list[Question | Refusal]:
         """`ask`, but messages that the chat template refuses give a `Refusal` instead of an error."""
         rows = rows or [{}] * len(contents)
-        control = [self.control_in(content, row) for content, row in zip(contents, rows, strict=True)]
-        shown = [self.marked(content) if found else content for content, found in zip(contents, control, strict=True)]
-        tools, variables = [self._tools_of(row) for row in rows], [self.variables_of(row) for row in rows]
-        texts = self._rendered([_prompt_chat(*one) for one in zip(shown, wheres, tools, variables, strict=True)])
-        plain = [isinstance(content, str) for content in contents]
-        encoded = self._encode_some(texts, plain)
+        brought = [self._brought(content, row) for content, row in zip(contents, rows, strict=True)]
+        shown = [self.marked(content) if one[0] else content for content, one in zip(contents, brought, strict=True)]
+        chats = [_prompt_chat(content, where, *one[1:3]) for content, where, one in zip(shown, wheres, brought, strict=True)]
+        texts = self._rendered(chats)
+        encoded = self._ids(texts, [isinstance(content, str) for content in contents])
         return [
-            text if isinstance(text, Refusal) else Question(where, content, unmarked(text), ids, *further)
-            for where, content, text, ids, *further in zip(wheres, contents, texts, encoded, control, tools, variables, strict=True)
+            text
+            if isinstance(text, Refusal)
+            else Question(
+                where, content, unmarked(text), np.asarray(ids, dtype=np.int64), *one, unknown=self._unknown_in(text, ids)
+            )
+            for where, content, text, ids, one in zip(wheres, contents, texts, encoded, brought, strict=True)
         ]
 
     def encode(self, texts: Sequence[str], *, plain: Sequence[bool]) -> list[np.ndarray]:
@@ -222,14 +119,41 @@ class Template(Wording):
 
         What a tokenizer puts *behind* a string (EOS) is never added: the policy continues there.
         """
+        return [np.asarray(ids, dtype=np.int64) for ids in self._ids(texts, plain)]
+
+    def _ids(self, texts: Sequence[str | Refusal], plain: Sequence[bool]) -> list[list[int]]:
+        """`encode` as lists; of a refusal no ids."""
+        encoded = self._plainly([text if isinstance(text, str) else "" for text in texts])
+        if self.control_tokens == "plain":
+            marked = (isinstance(text, str) and OPEN in text for text in texts)
+            encoded = [
+                self._encode_marked(str(text)) if mark else ids for text, mark, ids in zip(texts, marked, encoded, strict=True)
+            ]
+        lead = self._lead
+        return [lead + ids if bare and ids[: len(lead)] != lead else ids for ids, bare in zip(encoded, plain, strict=True)]
+
+    def _plainly(self, texts: list[str]) -> list[list[int]]:
+        """The tokenizer's ids of texts, without special tokens around them."""
         if not texts:
             return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        marked = self.control_tokens == "plain"
-        found = [self._encode_marked(text) if marked and OPEN in text else ids for text, ids in zip(texts, encoded, strict=True)]
-        lead = self._lead
-        rows = [lead + ids if bare and ids[: len(lead)] != lead else ids for ids, bare in zip(found, plain, strict=True)]
-        return [np.asarray(ids, dtype=np.int64) for ids in rows]
+        core = self._core
+        if core is None:
+            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        core.no_truncation()
+        core.no_padding()
+        core.encode_special_tokens = bool(self.tokenizer.split_special_tokens)
+        return [one.ids for one in core.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @cached_property
+    def _core(self) -> Any:
+        """The core of a fast tokenizer, which it calls itself and wraps in columns that nobody here reads; None for others."""
+        from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+        kind = type(self.tokenizer)
+        fast = isinstance(self.tokenizer, PreTrainedTokenizerFast)
+        if not fast or kind.__call__ is not PreTrainedTokenizerBase.__call__:
+            return None
+        return self.tokenizer.backend_tokenizer if kind._encode_plus is PreTrainedTokenizerFast._encode_plus else None
 
     def complete(self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]) -> list[Completion]:
         """Each answer behind its question, as the policy would have sampled it: the last id is an EOS id.
@@ -247,10 +171,11 @@ class Template(Wording):
         self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
     ) -> list[Completion | Refusal]:
         """`complete`, but conversations that the chat template refuses give a `Refusal` instead of an error."""
-        turns = [self._between_marks(*one, eos_ids) for one in zip(questions, map(_turns, answers), strict=True)]
+        marks = self.end_marks(eos_ids)
+        turns = [_between_marks(*one, marks) for one in zip(questions, map(_turns, answers), strict=True)]
         whole = self._rendered([self._answered(question, said) for question, said in zip(questions, turns, strict=True)])
         whole = self._complete_ones(questions, turns, whole)
-        joint = self._encode_some(whole, [question.plain for question in questions])
+        joint = self._ids(whole, [question.plain for question in questions])
         completions: list[Completion | Refusal] = []
         for question, said, rendered, ids in zip(questions, turns, whole, joint, strict=True):
             if isinstance(rendered, Refusal):
@@ -260,26 +185,27 @@ class Template(Wording):
             text = str(said[0]["content"]) if _is_text(said) else behind
             m = question.tokens.size
             # Some templates cut reasoning out of an answer's text.
-            stable = np.array_equal(ids[:m], question.tokens) and _squeezed(text) in _squeezed(behind)
-            if not stable:
-                ids = np.concatenate([question.tokens, self.encode([text], plain=[False])[0]])
-            completions.append(Completion(_ended(ids[m:], eos_ids, self.tokenizer), text, bool(stable)))
+            stable = ids[:m] == question.tokens.tolist() and (text in behind or _squeezed(text) in _squeezed(behind))
+            answer = ids[m:] if stable else self._ids([text], [False])[0]
+            unknown = self._unknown_in(text, answer)
+            completions.append(Completion(_ended(answer, eos_ids, self.tokenizer), text, stable, unknown=unknown))
         return completions
 
-    def _between_marks(self, question: Question, said: Messages, eos_ids: Sequence[int]) -> Messages:
-        """An answer without the marks that its template writes around it; behind a plain prompt it ends itself."""
-        texts = [str(message["content"]) for message in said]
-        texts[0] = behind_opening(question.text, texts[0])
-        texts[-1] = texts[-1] if question.plain else self.before_end(texts[-1], eos_ids)
-        return [{**message, "content": text} for message, text in zip(said, texts, strict=True)]
+    def in_steps(self, question: Question, steps: Sequence[str], separator: str, eos_ids: Sequence[int]) -> Completion:
+        """An answer whose steps are encoded one by one, so that tokens end with them.   separator: behind all but the last."""
+        steps = [behind_opening(question.text, steps[0]), *steps[1:]]
+        texts = [step + separator for step in steps[:-1]] + [before_end(steps[-1], self.end_marks(eos_ids))]
+        parts = self._ids(texts, [False] * len(texts))
+        ends = np.cumsum([len(part) for part in parts]) - 1
+        ends[-1] += 1  # EOS
+        ids = np.asarray([*(token for part in parts for token in part), eos_ids[0]], dtype=np.int64)
+        unknown = any(map(self._unknown_in, texts, parts))
+        return Completion(ids, "".join(texts), stable=True, unknown=unknown, ends=ends)
 
-    def before_end(self, text: str, eos_ids: Sequence[int]) -> str:
-        """An answer without the mark at its end that ends a turn or a completion: one is written behind every answer."""
+    def end_marks(self, eos_ids: Sequence[int]) -> tuple[str, ...]:
+        """The marks that end a turn or a completion."""
         ends = [str(self.tokenizer.convert_ids_to_tokens(token)) for token in eos_ids]
-        marks = tuple(mark for mark in (*ends, self._turn_end) if mark)
-        while (bare := text.rstrip()).endswith(marks):
-            text = next(bare.removesuffix(mark) for mark in marks if bare.endswith(mark))
-        return text
+        return tuple(mark for mark in (*ends, self._turn_end) if mark)
 
     @cached_property
     def _turn_end(self) -> str:
@@ -321,7 +247,7 @@ class Template(Wording):
                 found[i] = Refusal(questions[i].where, why, f"whose {key} the chat template does not write")
         return found
 
-    def is_stable(self, row: Mapping[str, Any], answer: str, where: str = "row") -> bool:
+    def is_stable(self, row: Row, answer: str, where: str = "row") -> bool:
         """True if the ids of the row's prompt are a prefix of the ids of the prompt answered with `answer`.
 
         False means that the text of a whole conversation is tokenised otherwise than the policy wrote it.
@@ -329,18 +255,27 @@ class Template(Wording):
         question = self.ask([self.content(row, where)], [where], [row])[0]
         return self.complete([question], [answer], ())[0].stable
 
-    def _tools_of(self, row: Mapping[str, Any]) -> Schemas | None:
-        if self.tools is not None:
-            return self.tools(row) or None
-        found = tools_in(row) or None
-        return self.shielded(found) if self.control_tokens == "plain" else found
+    def _brought(self, content: Content, row: Row) -> tuple[tuple[str, ...], Schemas | None, Mapping[str, Any], bool]:
+        """What a row brings into its prompt: control tokens, tools, variables, and whether its tools cannot be read.
 
-    def variables_of(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        Control tokens are those whose text stands in messages, tools and variables, once each.  Plain strings and the assistant's
+        messages are not searched: both may hold the model's own format on purpose.
+        """
+        tools, variables = tools_in(row) if self.tools is None else self.tools(row) or (), variables_in(row, "row")
+        control: tuple[str, ...] = ()
+        if not isinstance(content, str):
+            texts = _texts_of([self._foreign(content), tools if self.tools is None else None, variables])
+            control = tuple(dict.fromkeys(token for text in texts for token in self.typed_pattern.findall(text)))
+        if self.control_tokens == "plain":
+            variables, tools = self.shielded(variables), self.shielded(tools) if self.tools is None else tools
+        return control, tools or None, variables, tools is None
+
+    def variables_of(self, row: Row) -> Mapping[str, Any]:
         """Further variables of the chat template, from the column `chat_template_kwargs` of a row."""
         found = variables_in(row, "row")
         return self.shielded(found) if found and self.control_tokens == "plain" else found
 
-    def unread_tools(self, row: Mapping[str, Any]) -> bool:
+    def unread_tools(self, row: Row) -> bool:
         """True if the prompt of a row should show the tools in its column, and they cannot be read."""
         return self.tools is None and tools_in(row) is None
 
@@ -350,7 +285,9 @@ class Template(Wording):
         bare: list[tuple[int, str, Chat]] = []
         for i, question in enumerate(questions):
             messages = [] if isinstance(question.content, str) else question.content
-            tools, calls = question.tools or (), calls_of(messages)
+            tools, calls = question.tools or (), calls_of(messages) if messages else ()
+            if not tools and not calls:
+                continue
             # A name may stand there for another reason: then the prompt without the tools, or without the calls, is compared.
             for what, functions in (("tool", tools), ("call", calls)):
                 if names_missing(functions, question.text):
@@ -367,12 +304,17 @@ class Template(Wording):
                 found[i].append(what)
         return [tuple(one) for one in found]
 
-    def unknown(self, text: str, ids: np.ndarray) -> bool:
+    def _unknown_in(self, text: str, ids: list[int]) -> bool:
         """True if the tokenizer cannot write some character of `text`: decoding would lose it."""
-        unknown = self.tokenizer.unk_token_id
-        return unknown is not None and bool((ids == unknown).any()) and str(self.tokenizer.unk_token) not in text
+        return self._unknown in ids and str(self.tokenizer.unk_token) not in text
 
-    @property
+    @cached_property
+    def _unknown(self) -> int:
+        """The id of unknown characters; -1 if there is none."""
+        unknown = self.tokenizer.unk_token_id
+        return unknown if isinstance(unknown, int) else -1
+
+    @cached_property
     def bos_id(self) -> int | None:
         """The tokenizer's BOS id, if it has one."""
         token = self.tokenizer.bos_token_id
@@ -385,17 +327,6 @@ class Template(Wording):
         full = self.tokenizer("0", add_special_tokens=True)["input_ids"]
         starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
         return list(full[: starts[0]]) if starts else []
-
-    def control_in(self, content: Content, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """The control tokens whose text stands in what a row brings into a chat (messages, tools, variables), once each.
-
-        Plain strings and the assistant's messages are not searched: both may hold the model's own format on purpose.
-        """
-        if isinstance(content, str):
-            return ()
-        brought = [self._foreign(content), tools_in(row) if self.tools is None else None, variables_in(row, "row")]
-        found = (token for text in _texts_of(brought) for token in self.typed_pattern.findall(text))
-        return tuple(dict.fromkeys(found))
 
     def _foreign(self, messages: Messages) -> Messages:
         """Messages that neither the recipe nor the assistant wrote."""
@@ -510,10 +441,6 @@ class Template(Wording):
                     found[i] = other, text
         return found
 
-    def _encode_some(self, texts: Sequence[str | Refusal], plain: Sequence[bool]) -> list[np.ndarray]:
-        """Ids of texts; of what is none, no ids."""
-        return self.encode([text if isinstance(text, str) else "" for text in texts], plain=plain)
-
     def _answered(self, question: Question, said: Messages) -> str | Chat | Refusal:
         """Question and answer together."""
         content = self.marked(question.content) if question.control else question.content
@@ -542,8 +469,12 @@ class Question:
     """Special tokens whose text stands in its messages."""
     tools: Schemas | None = None
     """JSON schemas that its prompt shows."""
-    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the chat template."""
+    unread_tools: bool = False
+    """True if its row holds tools that cannot be read, and that it should show."""
+    unknown: bool = False
+    """True if it holds a character that the tokenizer cannot write."""
 
     @property
     def plain(self) -> bool:
@@ -560,6 +491,10 @@ class Completion:
     text: str
     stable: bool
     """False if the answer had to be encoded apart from its prompt."""
+    unknown: bool = False
+    """True if it holds a character that the tokenizer cannot write."""
+    ends: np.ndarray | None = None
+    """Of an answer in steps the place of each step's last token."""
 
 
 Found = TypeVar("Found", str, Question, Completion)
@@ -600,6 +535,21 @@ def behind_opening(prompt: str, answer: str) -> str:
         return answer
     bare = answer.lstrip()
     return bare[len(opened) :] if bare.startswith(opened) else bare.removeprefix(THINK)
+
+
+def _between_marks(question: Question, said: Messages, marks: tuple[str, ...]) -> Messages:
+    """An answer without the marks that its template writes around it; behind a plain prompt it ends itself."""
+    texts = [str(message["content"]) for message in said]
+    texts[0] = behind_opening(question.text, texts[0])
+    texts[-1] = texts[-1] if question.plain else before_end(texts[-1], marks)
+    return [{**message, "content": text} for message, text in zip(said, texts, strict=True)]
+
+
+def before_end(text: str, marks: tuple[str, ...]) -> str:
+    """An answer without the mark at its end that ends a turn or a completion: one is written behind every answer."""
+    while (bare := text.rstrip()).endswith(marks):
+        text = next(bare.removesuffix(mark) for mark in marks if bare.endswith(mark))
+    return text
 
 
 def _squeezed(text: str) -> str:
@@ -696,95 +646,11 @@ def unmarked(text: str) -> str:
     return text.replace(OPEN, "").replace(CLOSE, "")
 
 
-def _ended(ids: np.ndarray, eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def _ended(ids: list[int], eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Ends the ids with EOS: white space behind the last EOS is cut (templates write a newline there), a missing one is added."""
-    if ids.size and int(ids[-1]) in eos_ids:
-        return ids
-    places = np.flatnonzero(np.isin(ids, np.asarray(eos_ids, dtype=np.int64)))
-    if places.size and not str(tokenizer.decode(ids[places[-1] + 1 :].tolist())).strip():
-        return ids[: places[-1] + 1]
-    return np.append(ids, np.asarray(eos_ids[:1], dtype=np.int64))
-
-
-def _string(row: Mapping[str, Any], column: str, where: str, default: str | None = None) -> str:
-    if column not in row and default is None:
-        raise DataError(missing_column(column, row, where))
-    value = row.get(column, default)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, str):
-        raise DataError(f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string")
-    return value
-
-
-def _alpaca(row: Mapping[str, Any], where: str) -> str:
-    instruction, given = _string(row, "instruction", where), _string(row, "input", where, default="")
-    if not instruction.strip():
-        return ""
-    if not given.strip():
-        return ALPACA.format(with_input="", instruction=instruction, input_block="")
-    further = ", paired with an input that provides further context"
-    return ALPACA.format(with_input=further, instruction=instruction, input_block=f"\n\n### Input:\n{given}")
-
-
-def formatted(template: str, row: Mapping[str, Any], where: str) -> str:
-    """A format string filled in with a row's columns.
-
-    Raises ConfigError for what is no format string, DataError or BadRow for a row that it cannot write.
-    """
-    try:
-        for field in _fields(template):
-            _refuse_unwritten(field, row, where)
-    except ValueError as error:
-        raise ConfigError(f"data.template cannot be filled in at {where} ({error}): {BRACES}") from None
-    try:
-        return template.format_map(row)
-    except (ValueError, TypeError, OverflowError) as error:  # `{n:d}` of a text
-        raise BadRow("with a value that data.template cannot write", f"{where}: data.template: {error}; {BRACES}") from None
-
-
-def _fields(template: str) -> Iterator[str]:
-    """What a format string reads, also inside of format specs.  Raises ValueError for what is none, and for places (`{0}`).
-
-    >>> list(_fields("{q:{width}} {info[hint]} {{x}}"))
-    ['q', 'width', 'info[hint]']
-    """
-    for _, field, spec, _ in string.Formatter().parse(template):
-        if field is not None:
-            if not _column(field) or _column(field).isdecimal():
-                raise ValueError(f"{{{field}}} names no column")
-            yield field
-            yield from _fields(spec or "")
-
-
-def _column(field: str) -> str:
-    """The column that a field of a format string begins with."""
-    return re.split(r"[.\[]", field)[0]
-
-
-def _refuse_unwritten(field: str, row: Mapping[str, Any], where: str) -> None:
-    """Raises BadRow for a value that is not there, or that a format string would write as Python does: None, or messages."""
-    column = _column(field)
-    if column not in row:
-        raise DataError(missing_column(column, row, f"{where} (data.template)"))
-    if row[column] is None:
-        raise BadRow(NOTHING, f"{where}: {column} is null, and data.template reads it")
-    try:
-        value, _ = string.Formatter().get_field(field, (), row)
-    except (KeyError, IndexError, AttributeError, TypeError) as error:
-        why = f"no key {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
-        remedy = f"{{{column}[key]}} reads a key, {{{column}[0]}} the first item"
-        raise BadRow(
-            "without a part of a column that data.template reads",
-            f"{where}: {column} lacks what {{{field}}} reads: {why}; {remedy}",
-        ) from None
-    if value is None:
-        raise BadRow(NOTHING, f"{where}: {field} is null, and data.template reads it")
-    if _is_message(value) or (isinstance(value, list) and any(isinstance(item, Mapping) for item in value)):
-        raise BadRow(
-            "with messages where data.template reads a text", f"{where}: {field} holds messages, and data.template writes texts"
-        )
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and "role" in value
+    last = max((place for place, token in enumerate(ids) if token in eos_ids), default=-1)
+    if last >= 0 and (last + 1 == len(ids) or not str(tokenizer.decode(ids[last + 1 :])).strip()):
+        ids = ids[: last + 1]
+    else:
+        ids = [*ids, *eos_ids[:1]]
+    return np.asarray(ids, dtype=np.int64)

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from groupwise.config.settings import EnvironmentSettings
+from groupwise.data.encoding import cut_left
 from groupwise.data.messages import Messages
-from groupwise.data.prompts import cut_left
 from groupwise.data.rendering import Chat, Refusal, shown_template
 from groupwise.data.templates import Template, unmarked
 from groupwise.data.turns import Turns

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.settings import ControlTokens, ModelSettings
 from groupwise.config.validation import wrong_model
+from groupwise.data.messages import Content
 from groupwise.data.sources import kind_of
-from groupwise.data.templates import Content, Template
+from groupwise.data.templates import Template
 from groupwise.errors import ConfigError, DataError, EngineError, RunError
 from groupwise.models import loading
 from groupwise.models.gguf import checkpoint_folder

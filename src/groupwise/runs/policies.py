@@ -16,8 +16,8 @@ from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
 from groupwise.data.load import load_demonstrations
 from groupwise.data.prompts import columns_of
-from groupwise.data.templates import formatted
 from groupwise.data.tokenizers import check_same_tokens
+from groupwise.data.wording import formatted
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import (
