@@ -153,11 +153,27 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
 def language_class(config: PreTrainedConfig) -> Any:
     """The class of transformers' Auto family that a language model has.
 
-    Of models that read images too transformers loads some as language models (Gemma 3), others only as what they are (Qwen2.5-VL);
-    what is trained, on texts, is the same part of both.
+    A checkpoint that reads images too is loaded as the class that it names, so that it is saved as it was; see `freeze_towers`.
+    transformers would load some without what reads images (Qwen3.5).
     """
-    images = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if images else AutoModelForCausalLM
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)  # type: ignore[call-overload]
+    if whole is not None and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or whole.__name__ in (config.architectures or ())):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def freeze_towers(model: PreTrainedModel) -> None:
+    """Of a model that reads images or sounds too the text part is trained: nothing else takes a gradient."""
+    config: Any = model.config
+    if config.get_text_config() is config:
+        return
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and embedding in part.modules()]
+    text = min(parts, key=lambda part: sum(1 for _ in part.modules()))
+    trained = {id(parameter) for part in (text, output) if part is not None for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in trained:
+            parameter.requires_grad_(False)
 
 
 def _read_generation_config(path: str) -> GenerationConfig | None:
@@ -326,6 +342,7 @@ def make_policy(
         check_finite(model)
         model = model.to(resolve_device(settings))  # type: ignore[arg-type]
     model = model.eval()
+    freeze_towers(model)
     rope.follow_lengths(model)
     generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
     policy = Policy(

@@ -30,16 +30,13 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     """The model without its head.
 
     It is `base_model`, but for a few families whose `base_model_prefix` names no attribute: there it is the part that holds the
-    embedding.
+    embedding.  In Llama 4 it is a language model with the head inside.
     """
-    found = model.base_model
-    if found is not model or model.get_output_embeddings() is None:
-        return found
-    embedding = model.get_input_embeddings()
-    for part in model.children():
-        if isinstance(part, PreTrainedModel) and part.get_input_embeddings() is embedding:
-            return part
-    return found
+    found, embedding = model.base_model, model.get_input_embeddings()
+    if found is model and model.get_output_embeddings() is not None:
+        parts = (part for part in model.children() if isinstance(part, PreTrainedModel))
+        found = next((part for part in parts if part.get_input_embeddings() is embedding), model)
+    return found if found is model or found.get_output_embeddings() is None else backbone_of(found)
 
 
 def forms(config: Any) -> list[Form]:

@@ -169,6 +169,11 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Ad
 def inject(model: nn.Module, config: Any) -> None:
     """Replace the linear layers that a peft configuration names, and freeze all other weights.  Raises ConfigError."""
     config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
+    if config.target_modules == "all-linear":  # of a model that reads images too, those that are trained
+        frozen = [
+            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not module.weight.requires_grad
+        ]
+        config.exclude_modules = frozen or None
     _check_targets(model, config.target_modules)
     try:
         _peft().inject_adapter_in_model(config, model, ADAPTER)

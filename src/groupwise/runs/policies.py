@@ -23,6 +23,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import (
     UNBUILDABLE,
     Blueprint,
+    freeze_towers,
     is_scorer,
     language_class,
     make_policy,
@@ -217,6 +218,8 @@ def weightless(blueprint: Blueprint) -> PreTrainedModel:
     try:
         config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
         with torch.device("meta"):
-            return language_class(config).from_config(config)
+            model = language_class(config).from_config(config)
+        freeze_towers(model)
+        return model
     except (ValueError, *UNBUILDABLE) as error:
         raise unbuildable(blueprint.config.get("_name_or_path", ""), error) from error
