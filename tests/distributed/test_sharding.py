@@ -27,7 +27,6 @@ from groupwise.models.shape import Shape
 from groupwise.models.streaming import empty_model
 from groupwise.runs import checkpoint
 from groupwise.runs.plan import Load, Sharding, process_memory
-from groupwise.utils.files import fingerprint
 
 spec = importlib.util.spec_from_file_location("cases_of_sharding", Path(__file__).with_name("cases.py"))
 assert spec is not None and spec.loader is not None
@@ -264,9 +263,8 @@ def test_c3_a_flipped_bit_in_a_shard_is_found_before_it_is_read(name: str, shard
     temporary = checkpoint.begin(tmp_path / "run", 7, 0)
     assert temporary is not None
     (shard_folder).rename(temporary / "trainer" / "shards")
-    checkpoint.write_state(temporary, {"x": 1})
-    checkpoint.seal(temporary, 7, {file: fingerprint(temporary / file) for file in checkpoint.listed(temporary)})
-    final = checkpoint.finish(tmp_path / "run", 7)
+    checkpoint.complete(temporary, 7, lambda: checkpoint.write_state(temporary, {"x": 1}))
+    final = checkpoint.place(tmp_path / "run", 7)
     assert checkpoint.latest(tmp_path / "run") == final
     file = final / "trainer" / "shards" / name
     data = bytearray(file.read_bytes())

@@ -320,7 +320,7 @@ def _flip(folder: Path) -> None:
         pytest.param(lambda folder: (folder / "policy" / "config.json").write_bytes(b""), marks=pytest.mark.trl(27)),
         pytest.param(lambda folder: (folder / "policy" / "config.json").unlink(), marks=pytest.mark.trl(27)),
         pytest.param(
-            lambda folder: (folder / "trainer" / "state.safetensors").unlink(),
+            lambda folder: (folder / "trainer" / "tensors.safetensors").unlink(),
             marks=pytest.mark.trl(28, "named; the one before is used"),
         ),
         pytest.param(_flip, marks=pytest.mark.trl(29, "named; the one before is used")),

@@ -2,15 +2,15 @@
 
     RUN/checkpoints/000100/
       policy/          Hugging Face format, written by the caller
-      trainer/         state.json (structure, numbers, text), state.safetensors (its arrays) and tensors.safetensors (by name)
+      trainer/         state.json (numbers and text) and tensors.safetensors (by name)
       trainer/shards/  instead of tensors.safetensors: parts of tensors, by several processes (`sharded_checkpoint.py`)
       manifest.json    size and xxh3-128 of every file above
       COMPLETE         xxh3-128 of the manifest
     RUN/latest         name of the newest
 
-A checkpoint is written under a temporary name, synced to disk, renamed and then read back; older ones go only after that.  So a
-process may be killed at any moment and the newest complete checkpoint is still there.  Everything is verified before it is used; no
-pickle is written, or read before that.  How a run goes on from one: `resume.py`.
+A checkpoint is written under a temporary name, synced to disk, read back for its checksums and renamed; older ones go only after
+that.  So a process may be killed at any moment and the newest complete checkpoint is still there.  Everything is verified before it
+is used; no pickle is written, or read before that.  How a run goes on from one: `resume.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from groupwise.errors import CheckpointError, RunError, StorageError
 from groupwise.runs.folder import FINAL, check_final
@@ -39,13 +36,19 @@ if TYPE_CHECKING:
 log = logger("groupwise")
 
 CHECKPOINTS, LATEST, MANIFEST, COMPLETE = "checkpoints", "latest", "manifest.json", "COMPLETE"
-TENSORS = "tensors.safetensors"
-FORMAT = 2
+STATE, TENSORS = "state.json", "tensors.safetensors"
+FORMAT = 3
+OLDER = 2
+"""The format of 0.2: its policy is read, its state is not."""
 HEADROOM = 16 << 20
 """Bytes that must stay free on the disk after a save."""
 
 
 # ---------------------------------------------------------------- saving
+
+
+Together: TypeAlias = Callable[[Callable[[], Any]], list[Any]]
+"""Calls a function on every process that writes a checkpoint; returns all results, or raises what went wrong on any."""
 
 
 def save(
@@ -61,30 +64,26 @@ def save(
     """Write the checkpoint of a step into a run folder and return its path; saving a step twice does nothing.
 
     policy_writer: fills the (existing, empty) folder that it is given with the model, e.g. by `save_pretrained`.
-    state: nested dict, list, tuple, int, float, str, bytes, bool, None, torch tensors and numpy arrays; comes back bit for bit.
-    tensors: large ones, by name, which `read_tensors` reads into others.
-    keep: newest checkpoints that stay; older ones are deleted after the new one was verified.
-    policy_bytes: size of what the writer will write, if known, to refuse a full disk beforehand.
+    state: see `write_state`.   tensors: by name, which `read_tensors` reads into others.
+    keep: newest checkpoints that stay.   policy_bytes: what the writer will write, if known, to refuse a full disk beforehand.
     Raises StorageError if the disk is full, read-only or gone (nothing half-written stays), CheckpointError for a state that
     cannot be kept.
     """
     tensors = {name: _apart(tensor) for name, tensor in (tensors or {}).items()}
-    encoded = _encode(state)  # refused before anything is written
-    needed = policy_bytes + sum(tensor.nbytes for tensor in tensors.values())
-    temporary = begin(folder, step, needed)
-    if temporary is None:
-        return place(folder, step)
-    with storing(temporary):
+    _encode(state)  # refused before anything is written
+    temporary = begin(folder, step, policy_bytes + sum(tensor.nbytes for tensor in tensors.values()))
+
+    def write() -> None:
+        from safetensors.torch import save_file
+
+        assert temporary is not None
         policy_writer(temporary / "policy")
-        _write_state(temporary / "trainer", *encoded)
-        if tensors:
-            _save_file(tensors, temporary / "trainer" / TENSORS)
-        seal(temporary, step, {name: files.fingerprint(temporary / name) for name in listed(temporary)})
-    final = finish(folder, step)
-    if wrong := damage(final):
-        raise StorageError(f"{final} was written and reads back differently: {wrong}; is the disk failing?")
-    rotate(folder, step, keep)
-    return final
+        write_state(temporary, state)
+        save_file(tensors, temporary / "trainer" / TENSORS)
+
+    if temporary is not None:
+        complete(temporary, step, write, keep=keep)
+    return place(folder, step)
 
 
 def begin(folder: Path, step: int, needed: int) -> Path | None:
@@ -113,8 +112,40 @@ def begin(folder: Path, step: int, needed: int) -> Path | None:
     return temporary
 
 
+def complete(
+    temporary: Path,
+    step: int,
+    write: Callable[[], None],
+    *,
+    keep: int = 2,
+    rank: int = 0,
+    size: int = 1,
+    together: Together = lambda work: [work()],
+) -> None:
+    """Fill the folder of a checkpoint that was begun by `write`, on every process, seal it, and give it its name.
+
+    keep: newest checkpoints that stay; older ones are deleted after this one has its name.   rank, size: of the processes that
+    call this; the first decides what is there, each takes its share of the checksums.   Raises StorageError.
+    """
+    folder = temporary.parent.parent
+
+    def name() -> None:
+        if rank == 0:
+            _seal(temporary, step, {name: found for part in fingerprints for name, found in part.items()})
+            files.place(temporary, place(folder, step))
+            # For people and other programs: `latest()` does not trust it.
+            files.write(folder / LATEST, f"{place(folder, step).name}\n".encode())
+            _rotate(folder, step, keep)
+
+    with _storing(temporary) if rank == 0 else nullcontext():
+        together(write)
+        listed = together(lambda: [name for name, _ in _files(temporary)] if rank == 0 else [])[0]
+        fingerprints = together(lambda: {name: files.fingerprint(temporary / name) for name in listed[rank::size]})
+        together(name)
+
+
 @contextmanager
-def storing(temporary: Path) -> Iterator[None]:
+def _storing(temporary: Path) -> Iterator[None]:
     """While a checkpoint is written: if that fails nothing of it stays, and a disk that is at fault is named (StorageError)."""
     try:
         with _storage(temporary.parent):
@@ -124,49 +155,40 @@ def storing(temporary: Path) -> Iterator[None]:
         raise
 
 
-def finish(folder: Path, step: int) -> Path:
-    """Give a sealed checkpoint its name.  Raises StorageError."""
-    final = place(folder, step)
-    temporary = final.with_name(f"{files.NEW}{final.name}")
-    with storing(temporary):
-        files.place(temporary, final)
-        # For people and other programs: `latest()` does not trust it.
-        files.write(Path(folder) / LATEST, f"{final.name}\n".encode())
-    return final
-
-
-def rotate(folder: Path, step: int, keep: int) -> None:
-    """Delete what is older than the `keep` newest up to `step`, and damaged ones of later steps.  Raises StorageError."""
-    root = place(folder, step).parent
-    with _storage(root):
-        candidates = _candidates(root)
-        past = [path for path in candidates if int(path.name) <= step]
-        for path in past[max(keep, 1) :] + [path for path in candidates if int(path.name) > step and damage(path)]:
-            files.remove(path)
+def _rotate(folder: Path, step: int, keep: int) -> None:
+    """Delete what is older than the `keep` newest up to `step`, and damaged ones of later steps."""
+    candidates = _candidates(folder / CHECKPOINTS)
+    past = [path for path in candidates if int(path.name) <= step]
+    for path in past[max(keep, 1) :] + [path for path in candidates if int(path.name) > step and damage(path)]:
+        files.remove(path)
 
 
 def write_state(temporary: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of a checkpoint that was begun."""
-    _write_state(temporary / "trainer", *_encode(state))
+    """Write the state of a checkpoint that was begun: what JSON holds (keys are texts; NaN and infinities too), and bytes.
+
+    Numbers come back to the bit, tuples as lists.   Raises CheckpointError for anything else.
+    """
+    (temporary / "trainer" / STATE).write_text(_encode(state), encoding="utf-8")
 
 
-def _write_state(folder: Path, document: Any, tensors: Mapping[str, Tensor]) -> None:
-    (folder / "state.json").write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
-    _save_file(tensors, folder / "state.safetensors")
+def _encode(state: Mapping[str, Any]) -> str:
+    def encoded(value: object) -> dict[str, str]:
+        if not isinstance(value, bytes):
+            kind = type(value)
+            raise CheckpointError(f"a checkpoint's state holds a {kind.__module__}.{kind.__qualname__}: make it numbers or text")
+        return {_BYTES: base64.b64encode(value).decode()}
+
+    return json.dumps(state, default=encoded)
 
 
-def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(dict(tensors), str(path))
+def _decoded(value: dict[str, Any]) -> Any:
+    return base64.b64decode(value[_BYTES]) if value.keys() == {_BYTES} else value
 
 
-def listed(folder: Path) -> list[str]:
-    """What a checkpoint's manifest lists, by relative name.  Raises CheckpointError for what is no plain file."""
-    return [name for name, _ in _files(folder)]
+_BYTES = "base64"
 
 
-def seal(folder: Path, step: int, fingerprints: Mapping[str, Mapping[str, Any]]) -> None:
+def _seal(folder: Path, step: int, fingerprints: Mapping[str, Mapping[str, Any]]) -> None:
     """Add manifest and COMPLETE and bring them to the disk."""
     manifest = {"format": FORMAT, "step": step, "files": dict(sorted(fingerprints.items()))}
     files.write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -174,6 +196,12 @@ def seal(folder: Path, step: int, fingerprints: Mapping[str, Mapping[str, Any]])
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir():
             files.sync(path)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A tensor in host memory of its own: safetensors refuses shared memory."""
+    kept = tensor.detach().to("cpu").contiguous()
+    return kept.clone() if kept.untyped_storage().nbytes() != kept.nbytes else kept
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -244,7 +272,7 @@ def damage(path: Path) -> str | None:
         return f"{MANIFEST} and {COMPLETE} do not belong together"
     try:
         manifest = RunFiles(path).json(MANIFEST)
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in (OLDER, FORMAT):
             return f"its format is {manifest['format']}, this version reads {FORMAT}"
         expected = {str(name): {"size": found["size"], "xxh3_128": found["xxh3_128"]} for name, found in manifest["files"].items()}
     except (RunError, KeyError, TypeError, AttributeError) as error:
@@ -264,17 +292,18 @@ def damage(path: Path) -> str | None:
 
 
 def load(path: Path, *, verify: bool = True) -> dict[str, Any]:
-    """The state of a checkpoint, tensors on the CPU, bit for bit as it was saved.  Raises CheckpointError if a byte is wrong.
+    """The state of a checkpoint.  Raises CheckpointError if a byte is wrong, and for a checkpoint of 0.2.
 
     verify: False trusts that it was just found to be whole (`latest`).
     """
-    from safetensors.torch import load_file
-
     if verify and (wrong := damage(path)):
         raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
-    trainer = Path(path) / "trainer"
-    document = json.loads((trainer / "state.json").read_text(encoding="utf-8"))
-    return _decode(document, load_file(str(trainer / "state.safetensors")))
+    if RunFiles(path).json(MANIFEST)["format"] == OLDER:
+        raise CheckpointError(
+            f"{path} was written by Groupwise 0.2, whose runs this version does not continue: continue it with 0.2, or start anew "
+            f"from its weights, model.path={path / 'policy'} name=..."
+        )
+    return json.loads((Path(path) / "trainer" / STATE).read_text(encoding="utf-8"), object_hook=_decoded)
 
 
 def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
@@ -338,86 +367,3 @@ def policy_folder(path: Path | str) -> Path:
         )
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(f"{path} is neither a model folder, a checkpoint nor a run with one: it holds {inside}")
-
-
-# ---------------------------------------------------------------- state <-> JSON and tensors
-
-
-def _encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """A JSON document, and the tensors that it refers to by name.  Raises CheckpointError for what would not come back the same."""
-    tensors: dict[str, Tensor] = {}
-    return _encoded(state, "state", tensors), tensors
-
-
-def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    import torch
-
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return {"float": struct.pack(">d", value).hex()}
-    if kind is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, Mapping):
-        pairs = [[_encoded(key, f"{path} key", tensors), _encoded(inner, f"{path}.{key}", tensors)] for key, inner in value.items()]
-        return {"dict": pairs}
-    if isinstance(value, (list, tuple)):
-        items = [_encoded(inner, f"{path}[{place}]", tensors) for place, inner in enumerate(value)]
-        return {"tuple" if isinstance(value, tuple) else "list": items}
-    if isinstance(value, torch.Tensor):
-        return {"tensor": _kept(value, tensors)}
-    if isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
-        try:
-            tensor = torch.from_numpy(plain)
-        except TypeError as error:
-            raise CheckpointError(f"{path} is a numpy array of {array.dtype}, which a checkpoint cannot hold") from error
-        return {"array" if isinstance(value, np.ndarray) else "scalar": _kept(tensor, tensors)}
-    raise CheckpointError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: make it numbers or text"
-    )
-
-
-def _kept(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
-    """Puts a tensor among those to be written and returns its name.
-
-    A tensor that is a part of another's memory is copied, because safetensors refuses shared memory; so is one already there.
-    """
-    kept = _apart(tensor)
-    if any(kept.data_ptr() == other.data_ptr() for other in tensors.values()):
-        kept = kept.clone()
-    name = f"{len(tensors):06d}"
-    tensors[name] = kept
-    return name
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    """A tensor in host memory of its own."""
-    kept = tensor.detach().to("cpu").contiguous()
-    return kept.clone() if kept.untyped_storage().nbytes() != kept.nbytes else kept
-
-
-def _decode(document: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(document, dict):
-        return document
-    ((kind, value),) = document.items()
-    match kind:
-        case "float":
-            return struct.unpack(">d", bytes.fromhex(value))[0]
-        case "bytes":
-            return base64.b64decode(value)
-        case "dict":
-            return {_decode(key, tensors): _decode(inner, tensors) for key, inner in value}
-        case "list":
-            return [_decode(inner, tensors) for inner in value]
-        case "tuple":
-            return tuple(_decode(inner, tensors) for inner in value)
-        case "tensor":
-            return tensors[value]
-        case "array":
-            return tensors[value].numpy()
-        case "scalar":
-            return tensors[value].numpy()[()]
-    raise CheckpointError(f"state.json holds {kind!r}, which this version does not know")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from groupwise.errors import GroupwiseError, StorageError
 from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job
-from groupwise.utils import files, threads
+from groupwise.utils import threads
 
 Found = TypeVar("Found")
 
@@ -68,8 +67,7 @@ class Saver:
             parts = policy.parts()
             staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
             group = comm.open_aside()
-            work = (temporary, dict(state), policy, parts, staged, group)
-            self._writing = threads.begin(lambda: self._write(*work), "checkpoint")
+            self._writing = threads.begin(lambda: self._write(temporary, dict(state), policy, parts, staged, group), "checkpoint")
 
     def wait(self) -> None:
         """Return when everything is on the disk.  Raises StorageError or PeerError if it could not be written."""
@@ -89,23 +87,12 @@ class Saver:
         here, step = comm.world(), self._step
 
         def write() -> None:
+            staged.write(group)
             policy.write(temporary / "policy", parts)
             if here.first:
                 checkpoint.write_state(temporary, state)
 
-        def name() -> None:
-            if here.first:
-                checkpoint.seal(temporary, step, {name: found for part in fingerprints for name, found in part.items()})
-                checkpoint.finish(self.folder, step)
-                checkpoint.rotate(self.folder, step, self.keep)
-
-        with checkpoint.storing(temporary) if here.first else nullcontext():
-            staged.write(group)
-            _together(write)
-            listed = _together(lambda: checkpoint.listed(temporary) if here.first else [])[0]
-            mine = listed[here.rank :: here.size]
-            fingerprints = _together(lambda: {name: files.fingerprint(temporary / name) for name in mine})
-            _together(name)
+        checkpoint.complete(temporary, step, write, keep=self.keep, rank=here.rank, size=here.size, together=_together)
         set_failure_hint(checkpoint.place(self.folder, step))
 
 
