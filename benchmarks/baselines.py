@@ -42,7 +42,7 @@ from groupwise.models.shape import Shape
 from groupwise.records import Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.build import make_job
+from groupwise.runs.job import make_job
 from groupwise.runs.plan import microbatch
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.offline import SFT, train_offline

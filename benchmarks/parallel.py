@@ -39,7 +39,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     from groupwise.distributed import comm, fsdp
     from groupwise.models.shape import Shape
     from groupwise.models.sharded_policy import shard
-    from groupwise.runs.build import make_engine
+    from groupwise.runs.job import make_engine
     from groupwise.training.optimizer import Optimizer
 
     torch.set_num_threads(1)

@@ -34,7 +34,7 @@ from groupwise.data.load import load_pairs
 from groupwise.data.sources import SourceRows, read_rows
 from groupwise.data.split import hash_share
 from groupwise.data.templates import Wording
-from groupwise.runs.build import Job, make_job
+from groupwise.runs.job import Job, make_job
 from groupwise.training.baselines import bag_of_words, texts_of
 from groupwise.training.preferences import pooled, reward_objective
 from groupwise.training.updating import assess

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     __version__: str
 
     from groupwise.algorithms.registry import ALGORITHMS, resolve
+    from groupwise.api.evaluate import EvalReport, evaluate
+    from groupwise.api.loaded_policy import LoadedPolicy, load_policy, make_policy
+    from groupwise.api.train import Training, train
     from groupwise.config import settings
     from groupwise.config.recipes import load_recipe, load_stages
     from groupwise.config.settings import Recipe
@@ -34,9 +37,6 @@ if TYPE_CHECKING:
     from groupwise.rewards.compose import build_rewards
     from groupwise.rewards.find import LiveReward
     from groupwise.rollout.native.engine import NativeEngine
-    from groupwise.runs.api import Training, train
-    from groupwise.runs.evaluation import EvalReport, evaluate
-    from groupwise.runs.loaded_policy import LoadedPolicy, load_policy, make_policy
     from groupwise.training.offline import train_offline
     from groupwise.training.online import train_online
     from groupwise.training.optimizer import Optimizer
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from groupwise.training.updating import update
 
 _WHERE = {
-    "train": "runs.api",
-    "Training": "runs.api",
+    "train": "api.train",
+    "Training": "api.train",
     "settings": "config",
     "load_recipe": "config.recipes",
     "load_stages": "config.recipes",
@@ -56,11 +56,11 @@ _WHERE = {
     "Scored": "records",
     "Sample": "records",
     "Step": "records",
-    "load_policy": "runs.loaded_policy",
-    "LoadedPolicy": "runs.loaded_policy",
-    "evaluate": "runs.evaluation",
-    "EvalReport": "runs.evaluation",
-    "make_policy": "runs.loaded_policy",
+    "load_policy": "api.loaded_policy",
+    "LoadedPolicy": "api.loaded_policy",
+    "evaluate": "api.evaluate",
+    "EvalReport": "api.evaluate",
+    "make_policy": "api.loaded_policy",
     "Policy": "models.policy",
     "NativeEngine": "rollout.native.engine",
     "build_rewards": "rewards.compose",

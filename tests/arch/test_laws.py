@@ -19,7 +19,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 ROOMS = (
     "errors", "records", "utils", "ops", "config", "distributed", "data", "algorithms", "models", "rewards", "environments",
-    "rollout", "proof", "training", "runs", "viewer", "cli", "__init__", "__main__",
+    "rollout", "proof", "training", "runs", "viewer", "api", "cli", "__init__", "__main__",
 )  # fmt: skip
 """The packages from upstream to downstream, with the four files of the root.  A part imports from itself and those before it."""
 

@@ -73,8 +73,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict]]:
 
     report = SimpleNamespace(render=lambda: "rendered", to_json=lambda: '{"a": 1}')
     stand_ins = {
-        "groupwise.runs.run": {"train_recipe": recorder("train", 0)},
-        "groupwise.runs.evaluation": {"evaluate": recorder("eval", report)},
+        "groupwise.runs.stages": {"train_recipe": recorder("train", 0)},
+        "groupwise.api.evaluate": {"evaluate": recorder("eval", report)},
         "groupwise.cli.check": {"check_recipe": recorder("check", 1)},
     }
     for name, functions in stand_ins.items():
@@ -343,7 +343,7 @@ def test_errors_are_one_line_and_their_exit_code(
     def fail(*_: Any, **__: Any) -> int:
         raise error
 
-    monkeypatch.setattr(sys.modules["groupwise.runs.run"], "train_recipe", fail)
+    monkeypatch.setattr(sys.modules["groupwise.runs.stages"], "train_recipe", fail)
     assert commands.main(["train", "r.yaml"]) == error.exit_code
     assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
     with pytest.raises(type(error)):
@@ -354,7 +354,7 @@ def test_c8_ctrl_c_is_friendly(calls: list, capsys: pytest.CaptureFixture[str], 
     def interrupt(*_: Any, **__: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["groupwise.runs.run"], "train_recipe", interrupt)
+    monkeypatch.setattr(sys.modules["groupwise.runs.stages"], "train_recipe", interrupt)
     assert commands.main(["train", "r.yaml"]) == 130
     assert capsys.readouterr().err == "\ninterrupted; the same command continues from the last checkpoint\n"
     assert commands.main(["train", "r.yaml", "--dry-run"]) == 130

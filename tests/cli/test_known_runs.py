@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import groupwise as gw
+from groupwise.api.evaluate import evaluate
 from groupwise.cli import commands
 from groupwise.cli.commands import main
 from groupwise.cli.commands.score import steps_of
 from groupwise.config.recipes import parse_recorded
 from groupwise.errors import ConfigError, DataError
-from groupwise.runs.evaluation import evaluate
 from groupwise.runs.model_card import base_of
 from groupwise.runs.origin import origin_of
 

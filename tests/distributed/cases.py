@@ -46,9 +46,9 @@ from groupwise.models.streaming import CheckpointReader
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
 from groupwise.runs import checkpoint
-from groupwise.runs.build import make_engine
 from groupwise.runs.engines import mixed_engine
 from groupwise.runs.folder import choose_folder
+from groupwise.runs.job import make_engine
 from groupwise.runs.policies import hold
 from groupwise.runs.resume import reader
 from groupwise.runs.run import Run, train

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import groupwise as gw
+from groupwise.api.tool_chat import Answered
 from groupwise.cli.check import check_stage
 from groupwise.cli.commands.chat import chat
 from groupwise.config.recipes import make_recipe
@@ -27,7 +28,6 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.ops.cpu.library import absence
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.rewards.compose import build_rewards
-from groupwise.runs.tool_chat import Answered
 
 ROOT = Path(__file__).parents[2]
 TALK = "a number from 0 to 14?"

@@ -33,7 +33,7 @@ import yaml
 
 from groupwise.runs.checkpoint import damage, latest, step_of
 from groupwise.runs.folder import finished, read_metrics, unfinished
-from groupwise.runs.run import train_recipe
+from groupwise.runs.stages import train_recipe
 from groupwise.utils.files import NEW, digest
 
 EVERY = 2

@@ -21,7 +21,7 @@ from groupwise.data.tokenizers import byte_tokenizer, load_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.policy import Policy
-from groupwise.runs.build import Job, make_job
+from groupwise.runs.job import Job, make_job
 from groupwise.utils.process_main import descendants
 
 SIZES = {"context": 4096, "max_new_tokens": 16, "seed": 0}

@@ -30,8 +30,8 @@ from groupwise.models.loading import load_policy
 from groupwise.ops.cpu import library
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs import build, prepare
 from groupwise.runs import folder as run_folder
+from groupwise.runs import job, prepare
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.folder import RunLog, finished, unfinished
 from groupwise.runs.inputs import check_inputs, code_file, inputs_of, record_inputs
@@ -475,7 +475,7 @@ def workers_of(run: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "where"), [(build, "make_learner"), (build, "make_engine"), (prepare, "_check_credit"), (prepare, "_judges")]
+    ("module", "where"), [(job, "make_learner"), (job, "make_engine"), (prepare, "_check_credit"), (prepare, "_judges")]
 )
 def test_a_job_that_cannot_be_put_together_leaves_no_worker(
     module: Any, where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch

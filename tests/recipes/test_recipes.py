@@ -15,6 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from groupwise.api.evaluate import evaluate
 from groupwise.cli.commands import main
 from groupwise.config.packaged_models import PACKAGED_MODELS
 from groupwise.config.recipes import load_stages
@@ -22,8 +23,7 @@ from groupwise.config.settings import ScratchSettings
 from groupwise.data.sources import read_rows
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.scratch import scratch_model
-from groupwise.runs.evaluation import evaluate
-from groupwise.runs.run import train_recipe
+from groupwise.runs.stages import train_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

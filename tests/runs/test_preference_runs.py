@@ -24,7 +24,8 @@ from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.prepare import plan_of
-from groupwise.runs.run import train, train_recipe
+from groupwise.runs.run import train
+from groupwise.runs.stages import train_recipe
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 

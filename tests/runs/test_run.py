@@ -26,8 +26,9 @@ from groupwise.data.vocabulary import from_table
 from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.runs import recorded
 from groupwise.runs.folder import choose_folder, read_step
-from groupwise.runs.run import Run, train, train_recipe
+from groupwise.runs.run import Run, train
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.stages import train_recipe
 from groupwise.viewer.report import export
 
 TINY = {

@@ -20,10 +20,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from groupwise.api.loaded_policy import model_folder, settings_of
 from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import VERDICTS, Recipe, is_online, positions_of
 from groupwise.data.order import Order
-from groupwise.data.prompts import columns_of, visit
+from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
 from groupwise.data.turns import Turns
 from groupwise.environments.environment import Broken
@@ -36,15 +37,13 @@ from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.accuracy import as_text, check_gold
-from groupwise.rewards.compose import Rewards, build_rewards, no_rewards, prompt_of
-from groupwise.runs.build import Job, make_job
-from groupwise.runs.environments import furnished, with_own_reward
-from groupwise.runs.loaded_policy import model_folder, settings_of
+from groupwise.rewards.compose import Rewards, prompt_of
+from groupwise.runs.job import Job, make_job
 from groupwise.runs.origin import Origin, overridden
 from groupwise.runs.policies import fit_threads
 from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe
-from groupwise.runs.run import resolved
+from groupwise.runs.stage_outputs import resolved
 from groupwise.training.mismatch import diagnose
 from groupwise.training.samples import joined, samples_of
 from groupwise.training.scoring import score
@@ -114,12 +113,13 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
     """
     try:
         try:
-            recipe = furnished(resolved(recipe))
+            recipe = resolved(recipe)
         except ConfigError as error:
             yield Finding("model", None, f"{error}; the later checks need it: run that stage first")
             return
         with lines():
             job = make_job(recipe)
+        recipe, rewards = job.recipe, job.prepared.rewards
     except GroupwiseError as error:
         yield Finding("recipe", False, str(error))
         return
@@ -136,25 +136,16 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
         if job.engine is None or not is_online(recipe.objective):
             return
         yield from _procedural(recipe)
-        talking = job.world if isinstance(job.world, EpisodeWorld) else None
-        recipe = with_own_reward(recipe, None if talking is None else talking.source)
-        if talking is not None:
-            yield from _world(recipe, talking, job.prompts)
-        columns = columns_of(job.prompts)
-        with lines():
-            named = recipe.rewards
-            rewards = no_rewards()
-            if named:
-                tokenizer, verdict = job.policy.tokenizer, recipe.verdict
-                rewards = build_rewards(named, columns=columns, tokenizer=tokenizer, verdict=verdict)
-        with rewards:
-            episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
-            if rewards.golds and not episodes:
-                graded = {one.name or one.function for one in named if one.function in VERDICTS} | {rewards.verdict}
-                yield from _golds(rewards, graded, job.prompts)
-                yield from _restated(rewards, job.prompts)
-            order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
-            yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
+        assert rewards is not None
+        if isinstance(job.prepared.world, EpisodeWorld):
+            yield from _world(recipe, job.prepared.world, job.prompts)
+        episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
+        if rewards.golds and not episodes:
+            graded = {one.name or one.function for one in recipe.rewards if one.function in VERDICTS} | {rewards.verdict}
+            yield from _golds(rewards, graded, job.prompts)
+            yield from _restated(rewards, job.prompts)
+        order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
+        yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
     except GroupwiseError as error:
         kind = ConfigError if isinstance(error, ConfigError) else type(error)  # Problems are several of them
         yield Finding(kind.__name__, False, str(error))

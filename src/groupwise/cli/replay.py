@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from groupwise.runs.prepare import algorithm_line
-from groupwise.runs.replay import REACH, TIMES, Figure, Outcome, Replay, replay
+from groupwise.runs.replay import REACH, TIMES, Figure, Replay, ReplayedStep, replay
 from groupwise.utils.terminal import escaped
 
 SHOWN = (
@@ -96,7 +96,7 @@ def _row(figure: Figure) -> list[str]:
     return [figure.name, _number(figure.recorded), _number(figure.replayed), difference + limit + ("" if figure.same else "  <--")]
 
 
-def _gradient(title: str, outcome: Outcome) -> list[str]:
+def _gradient(title: str, outcome: ReplayedStep) -> list[str]:
     """Where an outcome's gradient comes from."""
     if not outcome.parts:
         return []
@@ -107,7 +107,7 @@ def _gradient(title: str, outcome: Outcome) -> list[str]:
     return lines + ([f"  largest groups: {shares}"] if shares else [])
 
 
-def _changed(again: Outcome, changed: Outcome) -> list[str]:
+def _changed(again: ReplayedStep, changed: ReplayedStep) -> list[str]:
     """What a changed configuration makes of the same completions."""
     lines = [f"changed: {algorithm_line(changed.algorithm)}"]
     if changed.without:
@@ -121,7 +121,7 @@ def _changed(again: Outcome, changed: Outcome) -> list[str]:
     return lines
 
 
-def compared(again: Outcome, changed: Outcome) -> dict[str, tuple[float, float]]:
+def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[float, float]]:
     """What both make of the completions, by name: loss and gradient, and where there was a model the metrics that differ."""
     figures = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
     if again.parts and changed.parts:
@@ -138,7 +138,7 @@ def compared(again: Outcome, changed: Outcome) -> dict[str, tuple[float, float]]
     return figures
 
 
-def pushes(again: Outcome, changed: Outcome, *, last: bool = False) -> dict[str, int]:
+def pushes(again: ReplayedStep, changed: ReplayedStep, *, last: bool = False) -> dict[str, int]:
     """How many tokens both push the same way, the other way, or only one of them.   last: in the last pass, if it is known."""
     one, other = (
         np.concatenate([_padded(column, rollout) for row, group in zip(o.column("gradient", last=last), o.groups, strict=True)
@@ -211,7 +211,7 @@ def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
     0 at the tokens of completions that were not trained.
     """
 
-    def columns(outcome: Outcome | None) -> list[list[list[float] | None]]:
+    def columns(outcome: ReplayedStep | None) -> list[list[list[float] | None]]:
         if outcome is None or not outcome.parts:
             return [[None] * len(group.rollouts) for group in replayed.recorded.groups]
         return [
@@ -232,7 +232,7 @@ def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
     ]
 
 
-def _outcome(outcome: Outcome) -> dict[str, Any]:
+def _outcome(outcome: ReplayedStep) -> dict[str, Any]:
     return {
         "algorithm": algorithm_line(outcome.algorithm),
         "loss": _json(outcome.loss),

@@ -39,7 +39,7 @@ SLOW = 0.01
 """... if they took so many seconds."""
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """One call of a function; rows of one prompt, side by side in the file, are one call."""
 
     function: str
@@ -72,7 +72,7 @@ class ScoreReport:
     """First row, and row behind the last, of neighbours with one prompt."""
     source: str = ""
     """Where the rows are from, and which steps of a run."""
-    calls: tuple[Call, ...]
+    calls: tuple[TimedCall, ...]
     """Every call of every function."""
 
     def render(self, *, rows: int = 10) -> str:
@@ -111,7 +111,7 @@ class ScoreReport:
         differ = sum(len(np.unique(group[~np.isnan(group)])) > 1 for group in several)
         yield f"{differ} of {len(several)} prompts with several completions have different rewards; the others teach nothing"
 
-    def _said(self, call: Call) -> str:
+    def _said(self, call: TimedCall) -> str:
         others = f" and {call.count - 1} more of its prompt" if call.count > 1 else ""
         took = f"slow: {visible(call.function, 60)} took {call.seconds:.2f} s on {self.rows[call.row]}{others}"
         return f"{took}: {visible(self.texts[call.row], 60)}"
@@ -141,14 +141,14 @@ def score_file(
         _check(name, row)
     present = list(dict.fromkeys(column for row in rows for column in row))
     settings = [RewardSettings(function=one) if isinstance(one, str) else one for one in functions]
-    rewards, calls = [], list[Call]()
+    rewards, calls = [], list[TimedCall]()
     scorer, present = _built(settings, present, others)
     with scorer:
         groups = _groups(rows)
         for begin, end in groups:
             batch = _completions(rows[begin:end], names[begin:end], present)
             rewards.append(scorer.matrix(scorer.call(batch)))
-            calls += [Call(name, begin, end - begin, seconds) for name, seconds in scorer.seconds.items()]
+            calls += [TimedCall(name, begin, end - begin, seconds) for name, seconds in scorer.seconds.items()]
         matrix = np.concatenate(rewards)
         gold = next(iter(scorer.golds.values()), None)
         return ScoreReport(

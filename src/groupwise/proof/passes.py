@@ -46,7 +46,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answers:
+class PassResults:
     """What one way says of texts."""
 
     values: list[np.ndarray]
@@ -59,11 +59,11 @@ class Answers:
     """Log-probs of all tokens right behind each prompt (V,)."""
 
 
-def own(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> Answers:
+def own(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
     """By the model's own pass, one text at a time."""
     model, scores = policy.model.eval(), reads_tokens(policy)
     model.zero_grad(set_to_none=True)
-    found, few = Answers([], {}), "logits_to_keep" if "logits_to_keep" in inspect.signature(model.forward).parameters else None
+    found, few = PassResults([], {}), "logits_to_keep" if "logits_to_keep" in inspect.signature(model.forward).parameters else None
     with plain_attention(model), torch.set_grad_enabled(gradients):
         for text in texts:
             sample = text.sample
@@ -86,7 +86,7 @@ def own(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> Answers:
                 (weight_N * value_N.square()).sum().backward()
             found.values.append(value_N.detach().double().cpu().numpy())
     model.eval()
-    return Answers(found.values, taken(policy) if gradients else {}, found.drawn, found.first)
+    return PassResults(found.values, taken(policy) if gradients else {}, found.drawn, found.first)
 
 
 def _drawn(text: Text, logits_NV: Tensor) -> np.ndarray:
@@ -105,7 +105,7 @@ def _drawn(text: Text, logits_NV: Tensor) -> np.ndarray:
     return (logits_NV.gather(1, chosen_N[:, None])[:, 0] - total_N).cpu().numpy()
 
 
-def packed(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> Answers:
+def packed(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
     """As a run computes it: all in one stream, prompts shared, fused, gradients of head and embedding summed in place."""
     model, scores, samples = policy.model, reads_tokens(policy), [text.sample for text in texts]
     model.zero_grad(set_to_none=True)
@@ -130,7 +130,7 @@ def packed(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> Answers
             for index, column in unpack(batch, value_P, samples):
                 values[index] = column[samples[index].weight > 0].astype(np.float64)
     model.eval()
-    return Answers(values, taken(policy) if gradients else {})
+    return PassResults(values, taken(policy) if gradients else {})
 
 
 def taken(policy: Policy) -> dict[str, Tensor]:

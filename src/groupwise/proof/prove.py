@@ -29,7 +29,7 @@ from groupwise.models.policy import BALANCE, Policy
 from groupwise.models.reward_head import REMEDY as SCORES_REMEDY
 from groupwise.models.reward_head import reads_tokens
 from groupwise.proof import kept
-from groupwise.proof.passes import Answers, Text, own, packed, some_gradients, taken
+from groupwise.proof.passes import PassResults, Text, own, packed, some_gradients, taken
 from groupwise.proof.texts import FULL, NEAR, Sampler, drawn, size_of, switches, written
 
 VALUES, GRADIENTS = 2e-4, (2e-3, 1e-3)
@@ -208,7 +208,7 @@ class _Case:
                 paths.append("conversations")
         return texts, paths, worst
 
-    def check_own(self, texts: Sequence[Text], expected: Answers) -> None:
+    def check_own(self, texts: Sequence[Text], expected: PassResults) -> None:
         """Raises ConfigError for a model whose own pass gives no numbers, is noisy, or lets tokens see what comes after them."""
         finite = all(np.isfinite(values).all() for values in expected.values)
         wrong = [name for name, gradient in expected.gradient.items() if not gradient.isfinite().all()]
@@ -235,13 +235,13 @@ class _Case:
                 f"{self.family} lets tokens see what comes after them: it is no causal language model, and cannot be trained"
             )
 
-    def update(self, texts: Sequence[Text], recompute: bool) -> Answers:
+    def update(self, texts: Sequence[Text], recompute: bool) -> PassResults:
         """As the run makes it; without gradients where nothing is trained."""
         self.policy.model.train(self.train)  # whatever mode somebody has left it in, nothing is dropped
         with self.policy.checkpointing(True) if recompute else nullcontext():
             return packed(self.policy, texts, gradients=self.train)
 
-    def compare_updates(self, texts: Sequence[Text], trained: Answers, expected: Answers) -> list[str]:
+    def compare_updates(self, texts: Sequence[Text], trained: PassResults, expected: PassResults) -> list[str]:
         """What is equal.  Raises ConfigError for a gradient that differs."""
         try:
             self.compare_gradients("recompute" if self.recompute else "training", trained.gradient, expected.gradient, self.remedy)

@@ -183,15 +183,15 @@ class _Talkative:
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
 
-    def begin(self, prompt: Prompt, index: int, *, seed: int) -> _Talk:
+    def begin(self, prompt: Prompt, index: int, *, seed: int) -> _ScriptedWorld:
         """A conversation whose observations are random tokens."""
-        return _Talk(self.vocabulary, np.random.default_rng((prompt.tokens.size, index, seed)))
+        return _ScriptedWorld(self.vocabulary, np.random.default_rng((prompt.tokens.size, index, seed)))
 
     def close(self) -> None:
         """Nothing was started."""
 
 
-class _Talk:
+class _ScriptedWorld:
     """A conversation with it."""
 
     def __init__(self, vocabulary: int, rng: np.random.Generator) -> None:

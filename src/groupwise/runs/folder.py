@@ -241,6 +241,7 @@ class RunLog:
             _add_environment(self.files, done)
             self.lines = {line["step"]: line for line in before if line["step"] <= done}
             """What stands in the log, by step."""
+            self.files.note_lines(METRICS, (_line(line).encode() for line in self.lines.values()))
             self._write_lines()
             self._run = recipe.name
             sent = max((line["step"] for line in before), default=-1)
@@ -258,9 +259,7 @@ class RunLog:
         return lines
 
     def _write_lines(self) -> None:
-        lines = [_line(line).encode() for line in self.lines.values()]
-        self.files.note_lines(METRICS, lines)
-        files.write(self.folder / METRICS, b"".join(lines))
+        files.write(self.folder / METRICS, b"".join(_line(line).encode() for line in self.lines.values()))
         self._file = open(self.folder / METRICS, "ab")  # noqa: SIM115 - held until `close`
 
     def write(self, step: Step) -> None:
@@ -301,6 +300,7 @@ class RunLog:
         """Add the evaluation after a step whose line stands there already."""
         self.lines[step] = self.lines.get(step, {"step": step}) | _evaluated(evaluation)
         with files.storing(self.folder / METRICS, "the log"):
+            self.files.note_lines(METRICS, [_line(self.lines[step]).encode()])
             self._file.close()
             self._write_lines()
         self._dashboards.write({"step": step, "wall": time.time()} | _evaluated(evaluation), again=True)

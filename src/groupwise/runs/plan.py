@@ -26,7 +26,7 @@ PIECES, PIECES_OF_BLOCKS = 50 << 20, 96 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class MemoryPlan:
     """Bytes by part."""
 
     weights: int
@@ -127,7 +127,7 @@ class Sharding:
 ALONE = Sharding()
 
 
-def process_memory(shape: Shape, load: Load, sharding: Sharding = ALONE, *, prompts: int) -> Memory:
+def process_memory(shape: Shape, load: Load, sharding: Sharding = ALONE, *, prompts: int) -> MemoryPlan:
     """Bytes of one process that samples for `prompts` of a step's prompts.  The update is dealt out evenly, by positions."""
     samples = load.rows > 0
     found = memory(
@@ -193,7 +193,7 @@ def memory(
     adapter: int = 0,
     prepared: int = 0,
     cpu: bool = True,
-) -> Memory:
+) -> MemoryPlan:
     """Bytes of a step.
 
     microbatch: positions of the largest forward and backward.   rows: completions decoded at the same time.
@@ -222,7 +222,7 @@ def memory(
     drawn = min(rows, chunk_rows(shape.vocabulary, 4))
     keys = 2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
     blocks = (shape.parameters - shape.outside) * shape.bytes_per_product if prepared else 0
-    return Memory(
+    return MemoryPlan(
         weights=(shape.parameters + adapter) * shape.bytes_per_weight,
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
@@ -268,7 +268,7 @@ def scoring_memory(shape: Shape, microbatch: int) -> int:
     return shape.parameters * shape.bytes_per_weight + microbatch * max(attention, gated) * shape.bytes_per_product
 
 
-def memory_lines(need: Memory) -> Lines:
+def memory_lines(need: MemoryPlan) -> Lines:
     """The memory plan as it is printed."""
     parts = [("weights", need.weights), ("gradients", need.gradients), ("optimizer", need.optimizer)]
     parts += [("reference", need.reference)] if need.reference else []

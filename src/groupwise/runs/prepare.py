@@ -62,7 +62,7 @@ from groupwise.runs.plan import (
     process_memory,
     scoring_memory,
 )
-from groupwise.runs.policies import hint_lines, largest_model, parameter_count, weightless
+from groupwise.runs.policies import hint_lines, largest_model, parameter_count, shared_out, weightless
 from groupwise.training.objectives import OBJECTIVES
 
 
@@ -74,17 +74,26 @@ def plan_of(
     scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
     world: so many processes instead of those that are running.   config: of another model (transformers', as a mapping).
     """
-    demand_values(recipe)
-    recipe = furnished(recipe)
-    blueprint = blueprint_of(recipe, None)
-    if config is not None:
-        blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
-    recipe = fitted(recipe, shape_of(recipe, blueprint))
-    prepared = Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world)
+    prepared = Prepared.of(recipe, scorers=scorers, world=world, config=config)
     with ExitStack() as stack:
         for close in prepared.closing:
             stack.callback(close)
         return prepared.plan
+
+
+def modelled(
+    recipe: Recipe, resume: Path | None = None, *, shared: bool = True, config: Mapping[str, Any] | None = None
+) -> tuple[Recipe, Blueprint]:
+    """How to load the model of a recipe, and the recipe with the sharding and the micro-batches that this model needs.
+
+    resume: a policy folder to continue with instead of the recipe's model; of an adapter only what was trained is there.
+    shared: decide the sharding for the processes that are running.   config: see `plan_of`.
+    """
+    blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
+    if config is not None:
+        blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
+    recipe = shared_out(recipe, blueprint) if shared else recipe
+    return fitted(recipe, shape_of(recipe, blueprint)), blueprint
 
 
 def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
@@ -132,6 +141,12 @@ def sampling_of(settings: RolloutSettings) -> Sampling:
     )
 
 
+def eval_sampling(recipe: Recipe) -> Sampling:
+    """The sampling of a recipe's evaluations: nothing is truncated."""
+    length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
+    return Sampling(temperature=recipe.eval.temperature, max_new_tokens=length, stop=recipe.rollout.stop)
+
+
 @contextmanager
 def closed_on_error(*closing: Callable[[], None]) -> Iterator[None]:
     """While a job is put together: what has been started ends if it comes to nothing."""
@@ -146,6 +161,9 @@ def closed_on_error(*closing: Callable[[], None]) -> Iterator[None]:
 class Prepared:
     """What a job knows before weights are loaded."""
 
+    recipe: Recipe
+    """With what its environment brings, its sharding and its micro-batches."""
+    blueprint: Blueprint
     prompts: Data[Prompt] | None
     rows: Data[Any]
     rewards: Rewards | None
@@ -166,16 +184,28 @@ class Prepared:
         return [one.close for one in (self.rewards, self.world) if one is not None]
 
     @classmethod
-    def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> Prepared:
-        """Read data, find reward functions and write the plan.   scorers, world: see `plan_of`.   Raises ConfigError, DataError.
+    def of(
+        cls,
+        recipe: Recipe,
+        *,
+        resume: Path | None = None,
+        scorers: Sequence[Recipe] = (),
+        world: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Prepared:
+        """Read model, data and environment, find reward functions and write the plan.   resume: see `modelled`.
 
-        Whoever calls it ends with `closing` what was started.
+        scorers, world, config: see `plan_of`.   Whoever calls it ends with `closing` what was started.
+        Raises ConfigError, DataError.
         """
+        demand_values(recipe)
+        recipe, blueprint = modelled(furnished(recipe), resume, shared=world is None, config=config)
+        others = [blueprint_of(scorer, None) for scorer in scorers]
         source = make_source(recipe.environment)
         with closed_on_error(*([] if source is None else [source.close])):
             recipe = with_own_reward(recipe, source)
             if is_online(recipe.objective):
-                found = cls._online(recipe, blueprint, scorers, world, source)
+                found = cls._online(recipe, blueprint, others, world, source)
             else:
                 found = cls._dataset(recipe, blueprint, world, source)
             with closed_on_error(*found.closing):
@@ -242,6 +272,8 @@ class Prepared:
                 held += _judges(rewards)
         assert recipe.steps is not None
         return cls(
+            recipe=recipe,
+            blueprint=blueprint,
             prompts=prompts,
             rows=prompts,
             rewards=rewards,
@@ -291,7 +323,9 @@ class Prepared:
             with closed_on_error(rewards.close):
                 lines += _judges(rewards)
         plan = [*lines, ("read", str(rows.report)), *(("warning", text) for text in rows.report.warnings)]
-        return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+        return cls(
+            recipe=recipe, blueprint=blueprint, prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan
+        )  # fmt: skip
 
 
 def _data_key(recipe: Recipe) -> str:

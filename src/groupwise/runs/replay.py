@@ -31,12 +31,11 @@ from groupwise.rewards.compose import combine
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.dynamic_sampling import Collected, GroupSampler
 from groupwise.runs import checkpoint
-from groupwise.runs.build import Learner, make_learner
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.runs.folder import CONFIG, ENVIRONMENT, FINAL, LARGEST_CONFIG, attempts_of, environment, read_step
+from groupwise.runs.job import Learner, make_learner
 from groupwise.runs.origin import Origin
-from groupwise.runs.plan import fitted
-from groupwise.runs.prepare import blueprint_of, sampling_of, shape_of
+from groupwise.runs.prepare import blueprint_of, modelled, sampling_of
 from groupwise.runs.resume import REFERENCE, check_reference, reader
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import demand_trust
@@ -91,7 +90,7 @@ class Figure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Outcome:
+class ReplayedStep:
     """A step on recorded completions, by one configuration."""
 
     recipe: Recipe
@@ -137,7 +136,7 @@ class Replay:
     folder: Path
     number: int
     recorded: Step
-    again: Outcome
+    again: ReplayedStep
     """With the recorded configuration."""
     figures: list[Figure]
     begun: int | None
@@ -148,7 +147,7 @@ class Replay:
     """What could not be computed, and why."""
     mismatch: str | None = None
     """What the mismatch meter says, where sampled and scored log-probs differ by more than rounding explains."""
-    changed: Outcome | None = None
+    changed: ReplayedStep | None = None
     """With the changes that were asked for."""
 
     @property
@@ -302,8 +301,8 @@ def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
 
 
 def _outcome(
-    folder: Path, recipe: Recipe, algorithm: Algorithm, recorded: Step, begun: int | None, beside: Outcome | None = None
-) -> Outcome:
+    folder: Path, recipe: Recipe, algorithm: Algorithm, recorded: Step, begun: int | None, beside: ReplayedStep | None = None
+) -> ReplayedStep:
     """The step by a configuration.  beside: the recorded one's, where this is another."""
     groups = _weighted(recorded.groups, recipe) if beside is not None else list(recorded.groups)
     step, learner = None, None
@@ -330,7 +329,7 @@ def _outcome(
         without = str(error)
     whole = [one for samples in steps for one, _ in joined((sample, sample.weight) for sample in samples)]
     weights = {(sample.group, sample.index): sample.weight for sample in whole}
-    return Outcome(
+    return ReplayedStep(
         recipe=recipe,
         algorithm=algorithm,
         groups=groups,
@@ -461,8 +460,7 @@ def _learner(folder: Path, recipe: Recipe, algorithm: Algorithm, begun: int, tra
     """Policy, reference and optimizer after step `begun` of a run, or as another configuration's training has left them."""
     saved = checkpoint.place(folder, begun) if begun else None
     resume = None if saved is None else saved / "policy"
-    blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
-    recipe = fitted(recipe, shape_of(recipe, blueprint))
+    recipe, blueprint = modelled(recipe, resume)
     kept = folder / REFERENCE
     check_reference(folder)
     anchored = not algorithm.needs_reference or recipe.model.lora is not None or kept.is_dir() or saved is None
@@ -513,7 +511,7 @@ def _in_order(groups: Sequence[Scored], tokens: Tokens) -> Columns:
 # ---------------------------------------------------------------- comparing
 
 
-def _closed_figures(recorded: Step, again: Outcome, apart: str | None) -> Iterator[Figure]:
+def _closed_figures(recorded: Step, again: ReplayedStep, apart: str | None) -> Iterator[Figure]:
     limit = 0.0 if apart is None else 1e-9
     rewards = [combine(group.rewards, group.weights) for group in recorded.groups]
     yield _figure("rewards, added up", [group.reward for group in recorded.groups], rewards, limit)
@@ -525,7 +523,7 @@ def _closed_figures(recorded: Step, again: Outcome, apart: str | None) -> Iterat
         yield _figure("loss, closed form", [np.array([recorded.metrics["loss"]])], [np.array([again.loss])], allowed)
 
 
-def _figures(folder: Path, recorded: Step, again: Outcome, apart: str | None) -> Iterator[Figure]:
+def _figures(folder: Path, recorded: Step, again: ReplayedStep, apart: str | None) -> Iterator[Figure]:
     """The figures that need a model."""
     step, learner = again.step, again.learner
     assert step is not None and learner is not None
@@ -569,7 +567,7 @@ def _weights(saved: Path, learner: Learner) -> tuple[list[np.ndarray], list[np.n
     return one, other
 
 
-def _mismatch(folder: Path, recipe: Recipe, algorithm: Algorithm, again: Outcome, begun: int) -> str | None:
+def _mismatch(folder: Path, recipe: Recipe, algorithm: Algorithm, again: ReplayedStep, begun: int) -> str | None:
     """The mismatch meter's word, by the weights before the step; None if all is well."""
     step, after = again.step, again.learner
     assert step is not None and after is not None

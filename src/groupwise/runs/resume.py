@@ -15,8 +15,8 @@ from groupwise.config.settings import Recipe
 from groupwise.distributed import sharded_checkpoint
 from groupwise.errors import CheckpointError, RunError
 from groupwise.runs import checkpoint
-from groupwise.runs.build import Job, make_job
 from groupwise.runs.folder import FINAL
+from groupwise.runs.job import Job, make_job
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 

@@ -1,67 +1,50 @@
-"""A run from its recipe to its final model: resume, log, evaluate, save, export.
+"""A run from its recipe to its final model: resume, log, save, evaluate, export.
 
-`train` yields every `Step`; `train_recipe` is what the command does with it: the plan, the progress line, the table at the end.
+`train` yields every `Step`.  What the command does with it, for every stage of a recipe: `stages.py`.
 """
 
 from __future__ import annotations
 
 import atexit
-import errno
 import inspect
 import os
-import shlex
-import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from groupwise.config.live_objects import LIVE
-from groupwise.config.recipes import demand_objects, load_stages, run_folder, with_lines
-from groupwise.config.settings import Recipe, is_online
-from groupwise.config.validation import STAGE
+from groupwise.config.recipes import demand_objects
+from groupwise.config.settings import Recipe
 from groupwise.distributed import comm
-from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
+from groupwise.errors import Ended, GroupwiseError, PeerError
 from groupwise.models.loading import resolve_device
 from groupwise.models.policy import Policy
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
-from groupwise.runs.build import Job, Judged
 from groupwise.runs.dashboards import base as dashboards
-from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, record_end, unfinished
+from groupwise.runs.folder import FINAL, Lock, RunLog, choose_folder, record_end
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
+from groupwise.runs.job import Job, Judged
 from groupwise.runs.model_card import write_card
-from groupwise.runs.plan import Lines
 from groupwise.runs.policies import fit_threads
-from groupwise.runs.prepare import plan_of
-from groupwise.runs.progress import Progress, make_console, safe
-from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.resume import REFERENCE, check_reference, newest_checkpoint, resumed_job
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.saving import Saver, set_failure_hint
-from groupwise.runs.signals import end_later, endings
+from groupwise.runs.signals import endings
+from groupwise.runs.stage_outputs import resolved
 from groupwise.runs.trust import seal
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import logger
 
-ACROSS = 5
-"""Figures that stand side by side in 80 columns; more of them stand below one another."""
-
-WRITERS = ("sft", "dpo")
-"""Objectives that learn from data, and whose models write completions."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Outcome:
+class RunResult:
     """What a run came to."""
 
     folder: Path
@@ -74,7 +57,7 @@ class Outcome:
     def __repr__(self) -> str:
         """A few lines: where the run lies and what it came to."""
         held = [(f"before: {self.before!r}" if self.before else ""), (f"after: {self.after!r}" if self.after else "")]
-        return "\n".join([f"Outcome({self.steps} steps, in {self.folder})", *(f"  {line}" for line in held if line)])
+        return "\n".join([f"RunResult({self.steps} steps, in {self.folder})", *(f"  {line}" for line in held if line)])
 
 
 def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
@@ -97,7 +80,7 @@ def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
     join(recipe)
     folder = comm.from_first(lambda: choose_folder(recipe))
     with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
-        for text in run.job.warnings if run.first and run.done < run.job.steps else ():
+        for text in run.job.prepared.warnings if run.first and run.done < run.job.steps else ():
             logger(__name__).warning("%s", text)
         atexit.unregister(_end_suspended)
         atexit.register(_end_suspended, os.getpid())  # the last to come is the first to go: what the run has begun is closed later
@@ -163,7 +146,7 @@ class Run:
             self.saver = Saver(folder, self.job, recipe.save.keep)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
             self._whole = (self.done, self.job.taken, self.job.place())
-            self._judging = self._writing = self._begun = False
+            self._writing = self._begun = False
         except BaseException:
             if "job" in vars(self):
                 self.job.close()
@@ -197,43 +180,32 @@ class Run:
             error.add_note(comm.advice())
 
     def steps(self) -> Iterator[Step]:
-        """Train to the end: evaluate where due, write the log and checkpoints, export the final model."""
+        """Train to the end: log and save each step, evaluate where due, export the final model."""
         recipe, job = self.recipe, self.job
         # What lies under an adapter is where it came from.
         if self.done == 0 and job.reference is not None and recipe.model.lora is None:
             _export(job.reference, self.folder / REFERENCE, "the reference")
         with self._open_log() as log, endings(self._may_end) as end_if_told:
-            log.tokens(job.policy.tokenizer)
+            comm.from_first(lambda: log.tokens(job.policy.tokenizer))
             if self.done == 0 and recipe.eval.at_start:
                 self.before = job.judge("validation" in recipe.data.parts)  # on what the last evaluation will be on
                 if self.before is not None:
-                    log.held_out(0, completions(self.before))
                     first = Step(number=0, metrics={}, evaluation=self.before.metrics())
                     comm.from_first(lambda: log.write(first))
+                    comm.from_first(lambda: log.held_out(0, completions(self.before)))
                     yield first
             try:
-                self._make_up(log)
+                if self.done and self._due(self.done) and comm.from_first(lambda: not log.evaluated(self.done)):
+                    self._evaluate(log)  # a signal or an error interrupted that evaluation
                 for step in job.loop(self.done):
-                    told = None
-                    if self._due(step.number):
-                        step, told = self._judged(step, step.number == job.steps)
-                        if step.evaluation is not None and self.after is not None:
-                            log.held_out(step.number, completions(self.after))
-                    together = told is None or getattr(told, "everywhere", False)
                     with self._undisturbed():
                         self._whole = (step.number, job.taken, job.place())
                         self.done = step.number
-                        if together:
-                            comm.from_first(lambda step=step: log.write(step))
-                        else:  # the others have not been told, or have ended already: this process saves alone, below
-                            log.write(step)
-                    due = step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0)
-                    if due and together:
-                        log.sync()
+                        comm.from_first(lambda step=step: log.write(step))
+                    if step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0):
+                        comm.from_first(lambda: log.sync())
                         self._save()
-                    if told is not None:
-                        raise told
-                    yield step
+                    yield replace(step, evaluation=self._evaluate(log)) if self._due(step.number) else step
                     end_if_told()
             except (KeyboardInterrupt, Ended):  # the others may have ended already; with sharded weights all end together
                 self._save(alone=not job.policy.sharded)
@@ -251,9 +223,11 @@ class Run:
                 self.after = job.judge(True)
             self._finish(log)
 
-    def _open_log(self) -> RunLog | Unwritten:
-        opened: list[RunLog] = []
+    @contextmanager
+    def _open_log(self) -> Iterator[RunLog]:
+        """The log.  Of several processes only the first opens it, and only the first may call it (`comm.from_first`)."""
         self._begun = True
+        opened: list[RunLog] = []
 
         def begin() -> None:
             opened.append(RunLog(self.folder, self.recipe, done=self.done))
@@ -261,10 +235,25 @@ class Run:
             with files.storing(self.folder, "the run"):
                 seal(self.folder)
 
-        comm.from_first(begin)
-        return opened[0] if self.first else Unwritten()
+        try:
+            comm.from_first(begin)
+            yield opened[0] if opened else None  # type: ignore[misc]
+        finally:
+            for log in opened:
+                log.close()
 
-    def _finish(self, log: RunLog | Unwritten) -> None:
+    def _evaluate(self, log: RunLog) -> dict[str, float] | None:
+        """Evaluate after the last step, whose line stands in the log already, and add the figures to it."""
+        number = self.done
+        self.after = found = self.job.judge(number == self.job.steps)
+        if found is None:
+            return None
+        with self._undisturbed():
+            comm.from_first(lambda: log.amend(number, found.metrics()))
+            comm.from_first(lambda: log.held_out(number, completions(found)))
+        return found.metrics()
+
+    def _finish(self, log: RunLog) -> None:
         """Export the final model, and mark the run as finished."""
         final = self.folder / FINAL
         _export(self.job.policy, final, "the final model")
@@ -280,14 +269,6 @@ class Run:
     def _due(self, step: int) -> bool:
         """True if an evaluation belongs behind a step."""
         return step == self.job.steps or bool(self.recipe.eval.every and step % self.recipe.eval.every == 0)
-
-    def _make_up(self, log: RunLog | Unwritten) -> None:
-        """Evaluate after the step that the run resumed with, if a signal or an error interrupted that evaluation."""
-        if self.done and self._due(self.done) and comm.from_first(lambda: not log.evaluated(self.done)):
-            self.after = self.job.judge(self.done == self.job.steps)
-            if (found := self.after) is not None:
-                comm.from_first(lambda: log.amend(self.done, found.metrics()))
-                log.held_out(self.done, completions(found))
 
     def _keep(self, error: Exception) -> None:
         """Save the last whole step before an error ends the run.
@@ -324,277 +305,20 @@ class Run:
         finally:
             self._writing = False
 
-    def _judged(self, step: Step, last: bool) -> tuple[Step, BaseException | None]:
-        """The step with its evaluation, and None; if the evaluation failed, the step without one (it is saved), and the error."""
-        self._judging = True
-        try:
-            self.after = self.job.judge(last)
-        except (KeyboardInterrupt, Ended) as told:
-            return step, told
-        except (GroupwiseError, OSError) as failed:
-            if self.job.policy.sharded and comm.world().size > 1 and not getattr(failed, "everywhere", False):
-                raise  # sharded weights could not be saved; whole ones the first process saves by itself
-            return step, failed
-        finally:
-            self._judging = False
-        return replace(step, evaluation=self.after.metrics() if self.after is not None else None), None
-
     def _may_end(self) -> bool:
         """True while the last whole step can be saved from any point of the program, by this process or by the first one."""
         apart = not self.job.policy.sharded or comm.world().size == 1
         unchanged = self._whole[1] == self.job.taken and not self.job.exchanging
-        return apart and not self._writing and (self._judging or unchanged)
+        return apart and not self._writing and unchanged
 
 
 SHOWN = 32
 """Held-out prompts whose sampled completions are kept at every evaluation."""
 
 
-def completions(judged: Judged) -> tuple[Scored, ...]:
+def completions(judged: Judged | None) -> tuple[Scored, ...]:
     """Sampled completions of the first held-out prompts; none where what is held out is not prompts."""
     return judged.groups[:SHOWN] if isinstance(judged, Evaluation) else ()
-
-
-class Unwritten:
-    """The log of a process that writes nothing: the first one does."""
-
-    def __enter__(self) -> Unwritten:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def write(self, step: Step) -> None:
-        """Nothing."""
-
-    def held_out(self, number: int, groups: Sequence[Scored]) -> None:
-        """Nothing."""
-
-    def tokens(self, tokenizer: Any) -> None:
-        """Nothing."""
-
-    def evaluated(self, step: int) -> bool:
-        """True: nothing is to be made up for."""
-        return True
-
-    def amend(self, step: int, evaluation: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def sync(self) -> None:
-        """Nothing."""
-
-    def finish(self, step: int, summary: Mapping[str, float]) -> None:
-        """Nothing."""
-
-
-def resolved(recipe: Recipe) -> Recipe:
-    """The recipe with every `stage:NAME` replaced: by the folder of that stage's final model (the model's, the rewards'), or by a
-    file of pairs that are made of what the stage sampled (the data's; `stage:NAME:REWARD` by that reward).
-
-    Raises ConfigError if it is not there.
-    """
-    path, data = recipe.model.path, recipe.data.path
-    if path is not None:
-        recipe = replace(recipe, model=replace(recipe.model, path=_folder_of(path, recipe, "model.path")))
-    if data is not None and data.startswith(STAGE):
-        stage, _, judge = data.removeprefix(STAGE).partition(":")
-        folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
-        pairs = comm.from_first(lambda: str(recorded_pairs(folder, judge or None)))
-        recipe = replace(recipe, data=replace(recipe.data, path=pairs))
-    critic = replace(recipe.critic, path=_folder_of(recipe.critic.path, recipe, "critic.path"))
-    rewards = [
-        replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
-        for place, reward in enumerate(recipe.rewards)
-    ]
-    teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
-    return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
-
-
-def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:
-    """A value of a recipe; the folder of a stage's final model where it is `stage:NAME`."""
-    if not isinstance(value, str) or not value.startswith(STAGE):
-        return value
-    stage = value.removeprefix(STAGE)
-    folder = run_folder(recipe).parent / stage / FINAL
-    if not (folder / "config.json").exists():
-        raise ConfigError(f"{key}: the stage {stage!r} has not finished: there is no model in {folder}")
-    return str(folder)
-
-
-def train_recipe(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    dry_run: bool = False,
-    fresh: bool = False,
-    accept_changes: bool = False,
-    quiet: bool = False,
-    timeout: float = comm.TIMEOUT,
-    world: int | None = None,
-    model_config: Mapping[str, Any] | None = None,
-    console: Console | None = None,
-    report: Callable[[Path], object] | None = None,
-) -> int:
-    """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status.
-
-    dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
-    accept_changes: see `train`.
-    world, model_config: of a dry run, so many processes and the configuration of another model (see `plan_of`).
-    report: called with the folder of every stage that has finished; if it fails, that is said and nothing else.
-    """
-    stages = load_stages(path, overrides)
-    here = join(next(iter(stages.values())), timeout)
-    console = console or make_console(quiet=not here.first)
-    if fresh:
-        stages = comm.from_first(lambda: anew(stages))
-    outcomes: dict[str, Outcome] = {}
-    for number, (name, recipe) in enumerate(stages.items(), 1):
-        title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
-        if dry_run:
-            with with_lines(path, overrides, name), Progress(recipe.steps or 1, title, console=console) as progress:
-                progress.plan(_plan_from_beginning(recipe, stages, world, model_config))
-            continue
-        folder, step, more = comm.from_first(lambda recipe=recipe: _standing(recipe))
-        if step is not None:
-            console.print(safe(f"{title}: finished at step {step}{more or f'; its model is in {folder / FINAL}'}"), soft_wrap=True)
-            if more is None:
-                continue
-        with with_lines(path, overrides, name):
-            begun = Run(recipe, folder, accept_changes=accept_changes)
-        with begun as run, comm.peers():
-            outcomes[name] = train_stage(run, title, console, quiet)
-        if report is not None and here.first:
-            try:
-                report(folder)
-            except GroupwiseError as error:
-                console.print(safe(f"no report: {error}", style="yellow"), soft_wrap=True)
-    if outcomes and not dry_run:
-        _closing_table(outcomes, stages[list(outcomes)[-1]], console)
-    comm.leave()
-    return 0
-
-
-def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
-    """A recipe's folder, the step after which it finished there, and what is to be done nevertheless: its final model is not whole,
-    or more steps are wanted.  Raises CheckpointError if that takes a checkpoint, and there is none."""
-    folder = choose_folder(recipe)
-    step = finished(folder)
-    if step is None:
-        return folder, None, None
-    if recipe.steps is not None and recipe.steps > step:
-        more = f"; it continues to step {recipe.steps}"
-    elif wrong := unfinished(folder):
-        more = f", but {wrong}: it is made again from the last checkpoint"
-    else:
-        return folder, step, None
-    if not checkpoint.exists(folder):
-        raise CheckpointError(
-            f"{folder} finished at step {step}{more.replace(' it ', ' that ')}, and there is none; use fresh=True"
-        )
-    return folder, step, more
-
-
-def train_stage(run: Run, title: str, console: Console, quiet: bool) -> Outcome:
-    """Train a run to its end and show it: the plan, the progress line, the table at the end."""
-    begin = run.done
-    with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
-        resumed = [("resumed", f"after step {begin}")] if begin else []
-        _show(lambda: progress.plan([*run.job.plan, *resumed]))
-        for step in run.steps():
-            _show(lambda step=step: progress.update(step))
-        progress.stop()
-        progress.summary([("model", str(run.folder / FINAL)), ("log", str(run.folder / "metrics.jsonl"))])
-    return Outcome(folder=run.folder, before=run.before, after=run.after, steps=run.done - begin)
-
-
-def _show(work: Callable[[], None]) -> None:
-    """Print; where nobody reads the output any more (`| head`, a terminal that was closed), end the run after its step."""
-    try:
-        work()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        with suppress(OSError, ValueError):  # what follows goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        end_later(signal.SIGPIPE)
-
-
-def _plan_from_beginning(
-    recipe: Recipe, stages: Mapping[str, Recipe], world: int | None, config: Mapping[str, Any] | None
-) -> Lines:
-    """The plan of a stage before the stages it builds on exist: their models have the shape of what those start from."""
-    if (recipe.data.path or "").startswith(STAGE):
-        return [("objective", recipe.objective), ("data", f"pairs of what {recipe.data.path} will have sampled; not there yet")]
-    awaited = [reward for reward in recipe.rewards if str(reward.args.get("path")).startswith(STAGE)]
-    scorers = [_from_beginning(stages[str(reward.args["path"]).removeprefix(STAGE)], stages) for reward in awaited]
-    known = tuple(reward for reward in recipe.rewards if reward not in awaited)
-    return plan_of(_from_beginning(replace(recipe, rewards=known), stages), scorers, world=world, config=config)
-
-
-def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
-    """The recipe with the model that its first stage starts from: the same shape, and it exists before anything was trained.
-
-    Data that are sampled on the way are replaced by those of the stage before.
-    """
-    while recipe.model.path is not None and recipe.model.path.startswith(STAGE):
-        earlier = stages[recipe.model.path.removeprefix(STAGE)]
-        recipe = replace(recipe, model=replace(recipe.model, path=earlier.model.path, scratch=earlier.model.scratch))
-        if (recipe.data.path or "").startswith(STAGE):
-            recipe = replace(recipe, data=earlier.data)
-    return recipe
-
-
-def _closing_table(outcomes: Mapping[str, Outcome], recipe: Recipe, console: Console) -> None:
-    """Held-out figures before, between and after, stages that measure the same in one table, and what to type
-    next.  recipe: of the last stage."""
-    tables: dict[tuple[str, ...], list[tuple[str, dict[str, str]]]] = {}
-    notes: list[str] = []
-    for stage, outcome in outcomes.items():
-        for label, found in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
-            if found is not None:
-                notes += _part(label, found, outcome.after)
-                figures = found.summary()
-                rows = tables.setdefault(tuple(figures), [])
-                if found is outcome.after or not rows:
-                    rows.append((label, figures))
-    last = list(outcomes.values())[-1].folder
-    for columns, rows in tables.items():
-        if len(columns) <= ACROSS:
-            table = Table("held out", *columns, box=None, pad_edge=False)
-            for label, figures in rows:
-                table.add_row(label, *figures.values())
-        else:
-            table = Table("held out", *(label for label, _ in rows), box=None, pad_edge=False)
-            for column in columns:
-                table.add_row(column, *(figures[column] for _, figures in rows))
-        console.print()
-        console.print(table)
-    if tables:
-        said = "; ".join(["on what training never saw", *notes, "± is half of a 95 % interval"])
-        console.print(f"({said})", style="dim", highlight=False)
-    console.print("\nNext:", highlight=False)
-    for line in _next_commands(recipe, last):
-        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _part(label: str, judged: Judged, last: Judged | None) -> list[str]:
-    """Which of the held-out prompts a row is about, where `eval.prompts` makes them fewer than those of the last row."""
-    if isinstance(judged, Evaluation) and isinstance(last, Evaluation) and judged.prompts < last.prompts:
-        return [f"{label}: the first {judged.prompts:,} of {last.prompts:,} prompts"]
-    return []
-
-
-def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
-    """Commands to go on with: look at the run, talk to the model, evaluate it again, look at what the rewards said."""
-    data, run = recipe.data, str(folder)
-    writes = is_online(recipe.objective) or recipe.objective in WRITERS
-    held_out = data.task is not None or data.eval_path is not None or bool(data.parts)
-    live = any(reward.function.startswith(LIVE) for reward in recipe.rewards) or str(data.path).startswith(LIVE)
-    commands = [["groupwise", "view", run]]
-    commands += [["groupwise", "chat", run]] if writes else []
-    commands += [["groupwise", "eval", run]] if writes and recipe.rewards and held_out and not live else []
-    commands += [["groupwise", "score", run]] if recipe.rewards and is_online(recipe.objective) and not live else []
-    return [shlex.join(command) for command in commands]
 
 
 def _export(policy: Policy, folder: Path, what: str) -> None:

@@ -20,7 +20,7 @@ from groupwise.distributed import comm, sharded_checkpoint
 from groupwise.errors import GroupwiseError, StorageError
 from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.runs import checkpoint
-from groupwise.runs.build import Job
+from groupwise.runs.job import Job
 from groupwise.utils import threads
 
 Found = TypeVar("Found")

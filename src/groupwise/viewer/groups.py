@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.runs.run_files import bounded_json
-from groupwise.viewer.sources import TRAINING, Source
+from groupwise.viewer.sources import TRAINING, CompletionSource
 
 TOKENS, CHARACTERS = 1500, 6000
 """What one answer holds of a completion; the rest is asked for as it is scrolled to."""
@@ -69,7 +69,7 @@ def numbers(table: pa.Table, name: str) -> np.ndarray:
     return pc.fill_null(table.column(name).cast(pa.float64()), math.nan).to_numpy()  # type: ignore[attr-defined]
 
 
-def overview(source: Source, step: int, kind: str = TRAINING) -> Json:
+def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
     """A step's groups, the most informative first: rewards, finish, lengths, how many different answers."""
     table = source.table(step, OVERVIEW, kind)
     names = reward_names(table.column_names)
@@ -106,7 +106,7 @@ def overview(source: Source, step: int, kind: str = TRAINING) -> Json:
     }
 
 
-def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
+def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING) -> Json:
     """A group with its completions, tokens and all; of long completions the beginning."""
     table = source.table(step, None, kind)
     table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
     }
 
 
-def more(source: Source, step: int, place: int, index: int, begin: int, kind: str = TRAINING) -> Json:
+def more(source: CompletionSource, step: int, place: int, index: int, begin: int, kind: str = TRAINING) -> Json:
     """A completion from its token (or character) `begin` on."""
     table = source.table(step, None, kind)
     table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import numpy as np
 
 from groupwise.errors import DataError
 from groupwise.viewer.groups import key_of, lengths_of, numbers
-from groupwise.viewer.sources import Source
+from groupwise.viewer.sources import CompletionSource
 
 PAUSE = 2.0
 """Seconds between two looks for new steps."""
@@ -38,7 +38,7 @@ class Entry:
 class Index:
     """The entries of a source, as far as they have been read."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: CompletionSource) -> None:
         self.source = source
         self._entries: dict[int, Entry] = {}
         self._by_prompt: dict[str, dict[int, int]] = {}

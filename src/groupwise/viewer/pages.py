@@ -10,7 +10,7 @@ from groupwise.errors import DataError, RunError
 from groupwise.viewer import groups, health, questions, replays
 from groupwise.viewer.groups import Json
 from groupwise.viewer.index import Index
-from groupwise.viewer.sources import HELD_OUT, TRAINING, Source
+from groupwise.viewer.sources import HELD_OUT, TRAINING, CompletionSource
 
 POINTS = 2000
 """Points of a curve; of longer runs each is the mean of its stretch."""
@@ -26,7 +26,7 @@ Parameters = Mapping[str, str]
 class Pages:
     """The addresses over some sources."""
 
-    def __init__(self, sources: Sequence[Source], *, points: int = POINTS) -> None:
+    def __init__(self, sources: Sequence[CompletionSource], *, points: int = POINTS) -> None:
         self.sources = list(sources)
         self.indexes = [Index(source) for source in sources]
         self.opened = {0}
@@ -246,7 +246,7 @@ class Pages:
         return self.replays.group(source.path, number, place, changes)
 
     @staticmethod
-    def _replayable(source: Source) -> bool:
+    def _replayable(source: CompletionSource) -> bool:
         config = source.config()
         return config.get("objective") in replays.OBJECTIVES and replays.own_code(config) is None
 
@@ -258,7 +258,7 @@ class Pages:
             raise DataError(f"there is no run {i}")
         return i
 
-    def _source(self, asked: Parameters) -> Source:
+    def _source(self, asked: Parameters) -> CompletionSource:
         i = self._number(asked)
         self._open(i)
         return self.sources[i]
@@ -268,7 +268,7 @@ class Pages:
         return HELD_OUT if asked.get("kind") == HELD_OUT else TRAINING
 
 
-def _newest(source: Source, kind: str) -> int:
+def _newest(source: CompletionSource, kind: str) -> int:
     """The newest step that can be read; the newest one if none of the last can."""
     steps = source.steps(kind)
     for step in steps[:-LOOKED_BACK:-1]:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from groupwise.errors import DataError
 from groupwise.viewer.groups import Json, excerpt, key_of, lengths_of, mean, numbers, plain, reward_names
 from groupwise.viewer.index import Index
-from groupwise.viewer.sources import TRAINING, Source
+from groupwise.viewer.sources import TRAINING, CompletionSource
 
 BUDGET = 0.15
 """Seconds of a search's one answer; where they do not suffice, it says where to go on."""
@@ -43,7 +43,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def search(
-    source: Source,
+    source: CompletionSource,
     index: Index,
     *,
     text: str = "",
@@ -84,7 +84,7 @@ def search(
 
 
 def _matches(
-    source: Source,
+    source: CompletionSource,
     step: int,
     kind: str,
     text: str,
@@ -168,7 +168,7 @@ def jump(steps: Sequence[int], rewards: Sequence[float]) -> tuple[int, int, int,
     return number[place], number[place + width - 1], number[place + width], number[place + 2 * width - 1]
 
 
-def why(source: Source, before: tuple[int, int], after: tuple[int, int]) -> Json:
+def why(source: CompletionSource, before: tuple[int, int], after: tuple[int, int]) -> Json:
     """What changed between two stretches of steps, and how far it goes with the reward.
 
     `functions`, `finish`, `features`: what each was before and after, and its correlation with the reward over both.
@@ -205,7 +205,7 @@ def why(source: Source, before: tuple[int, int], after: tuple[int, int]) -> Json
     }
 
 
-def _scored(source: Source, step: int) -> pa.Table:
+def _scored(source: CompletionSource, step: int) -> pa.Table:
     """The texts and rewards of a step."""
     return source.table(step, ("group", "index", "completion_text", "reward", "finish", "trained", "rewards/"))
 
@@ -214,7 +214,7 @@ def _nothing(part: Json) -> np.ndarray:
     return np.full(len(part["reward"]), np.nan)
 
 
-def _gather(source: Source, stretch: tuple[int, int]) -> Json:
+def _gather(source: CompletionSource, stretch: tuple[int, int]) -> Json:
     """A sample of the completions of a stretch of steps."""
     steps = [step for step in source.steps() if stretch[0] <= step <= stretch[1]]
     tables: list[pa.Table] = []
@@ -358,7 +358,7 @@ def _grams(text: str) -> set[str]:
 # ---------------------------------------------------------------- signs of reward hacking
 
 
-def lenses(source: Source, first: int, last: int) -> Json:
+def lenses(source: CompletionSource, first: int, last: int) -> Json:
     """Signs of reward hacking over a stretch of steps.
 
     `points`: reward, length, repetition and every function of a sample of completions, with their places.
@@ -444,7 +444,7 @@ def _places(place: dict[str, np.ndarray], rows: np.ndarray) -> list[list[int]]:
 # ---------------------------------------------------------------- two steps side by side
 
 
-def compare(left: tuple[Source, int], right: tuple[Source, int], kind: str = TRAINING) -> Json:
+def compare(left: tuple[CompletionSource, int], right: tuple[CompletionSource, int], kind: str = TRAINING) -> Json:
     """The prompts that two steps (of one run or of two) share, the one whose reward moved most first."""
     sides = [_groups_of(source, step, kind) for source, step in (left, right)]
     shared = [key for key in sides[0] if key in sides[1]]
@@ -453,7 +453,7 @@ def compare(left: tuple[Source, int], right: tuple[Source, int], kind: str = TRA
     return {"pairs": pairs, "left": len(sides[0]), "right": len(sides[1])}
 
 
-def _groups_of(source: Source, step: int, kind: str) -> dict[str, Json]:
+def _groups_of(source: CompletionSource, step: int, kind: str) -> dict[str, Json]:
     table = source.table(step, ("group", "prompt_text", "reward"), kind)
     place, reward = numbers(table, "group").astype(int), numbers(table, "reward")
     by_prompt: dict[str, Json] = {}

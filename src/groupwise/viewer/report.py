@@ -20,7 +20,7 @@ from groupwise.utils import files
 from groupwise.viewer import health
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.server import SCRIPTS, STYLES, asset
-from groupwise.viewer.sources import HELD_OUT, TRAINING, Source, open_sources
+from groupwise.viewer.sources import HELD_OUT, TRAINING, CompletionSource, open_sources
 
 LARGEST = 5_000_000
 """Bytes of a report."""
@@ -40,7 +40,7 @@ def export(paths: Sequence[str | Path], file: str | Path) -> Path:
     return file
 
 
-def report(sources: Sequence[Source]) -> str:
+def report(sources: Sequence[CompletionSource]) -> str:
     """The page, smaller than LARGEST."""
     pages = Pages(sources, points=POINTS)
     pages.opened = set(range(len(sources)))
@@ -106,7 +106,7 @@ def _shorten(completion: dict[str, Any]) -> None:
             columns[name] = values[:1]
 
 
-def _telling(source: Source, change: dict[str, Any]) -> list[int]:
+def _telling(source: CompletionSource, change: dict[str, Any]) -> list[int]:
     """The first and the last step, and those around the largest move of the reward."""
     steps = source.steps()
     wanted = [steps[0], steps[-1], *(change.get("before") or [])[1:], *(change.get("after") or [])[:1]]

@@ -77,7 +77,7 @@ class Viewer(ThreadingHTTPServer):
         self.pages = pages
         self._awaited: dict[socket, float] = {}
         try:
-            super().__init__(("127.0.0.1", port), _Handler)
+            super().__init__(("127.0.0.1", port), _PageHandler)
         except OSError as error:
             raise ConfigError(f"port {port} cannot be listened on ({error}); name another with --port, or 0 for any") from error
         self.port = self.server_address[1]
@@ -129,7 +129,7 @@ class Viewer(ThreadingHTTPServer):
         log.debug("a request ended early", exc_info=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PageHandler(BaseHTTPRequestHandler):
     server: Viewer
     server_version, sys_version = "groupwise", ""
     protocol_version = "HTTP/1.1"

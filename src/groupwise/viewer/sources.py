@@ -35,7 +35,7 @@ LARGEST_JSONL = 512 << 20
 """Bytes of a JSONL file; it is read as a whole."""
 
 
-class Source(Protocol):
+class CompletionSource(Protocol):
     """A run folder or file with completions."""
 
     name: str
@@ -147,7 +147,7 @@ TOKENIZER = 1 << 27
 """Bytes of a tokenizer.json."""
 
 
-class Run:
+class RunSource:
     """A run folder.  What is wrong in it is kept in `problems`, by file; the rest is shown."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -274,7 +274,7 @@ class Run:
             raise RunError(f"{self.path / name}: {error}") from error
 
 
-class File:
+class FileSource:
     """A Parquet or JSONL file of completions, with whatever columns it has.
 
     Understood: prompt, completion (text or messages), reward or score, metrics or `rewards/NAME`, step, group or example, finish;
@@ -342,21 +342,21 @@ class File:
         return []
 
 
-def open_source(path: str | Path, name: str | None = None) -> Source:
+def open_source(path: str | Path, name: str | None = None) -> CompletionSource:
     """A run folder or a file.  Raises DataError for anything else, with what could be meant."""
     path = Path(path)
     if path.is_dir():
         if any(RunFiles(path).has(part) for part in (runlog.CONFIG, runlog.METRICS, recorded.ROLLOUTS)):
-            return Run(path, name)
+            return RunSource(path, name)
         inside = sorted(child.parent.name for child in path.glob(f"*/{runlog.CONFIG}"))
         near = f"; there are runs in it: {', '.join(inside[:8])}" if inside else ""
         raise DataError(f"{path} is no run folder (it holds no {runlog.CONFIG}){near}")
     if path.suffix.lower() in DATA_SUFFIXES:
-        return File(path, name)
+        return FileSource(path, name)
     raise DataError(f"{path} is neither a run folder nor a file that ends in {', '.join(DATA_SUFFIXES)}{near_path(path)}")
 
 
-def open_sources(paths: Sequence[str | Path]) -> list[Source]:
+def open_sources(paths: Sequence[str | Path]) -> list[CompletionSource]:
     """Sources with names that tell them apart.  A folder of stages (`runs/demo`) stands for its stages."""
     opened: list[Path] = []
     for path in map(Path, paths):

@@ -72,11 +72,11 @@ def _talk(
 ) -> int:
     from rich.console import Console
 
+    from groupwise.api.loaded_policy import load_policy
+    from groupwise.api.tool_chat import Answered
     from groupwise.rewards.compose import spoken
-    from groupwise.runs.loaded_policy import load_policy
     from groupwise.runs.origin import origin_of
     from groupwise.runs.progress import safe
-    from groupwise.runs.tool_chat import Answered
     from groupwise.runs.trust import demand_trust
 
     console = Console(highlight=False)

@@ -64,7 +64,7 @@ def run(given: argparse.Namespace) -> int:
     if given.temperature is not None and not 0 < given.temperature < math.inf:
         raise ConfigError(f"--temperature must be greater than 0, got {given.temperature:g} (greedy is always reported too)")
     task_args, columns = typed.pairs(given.task_arg, "--task-arg"), typed.texts(given.column, "--column")
-    from groupwise.runs.evaluation import evaluate
+    from groupwise.api.evaluate import evaluate
 
     report = evaluate(
         given.checkpoint,

@@ -52,8 +52,8 @@ def run(given: argparse.Namespace) -> int:
 def _native(given: argparse.Namespace) -> int:
     if given.cache is not None or given.more:
         raise ConfigError("--cache and arguments behind -- are vLLM's: leave them out with --native")
+    from groupwise.api.loaded_policy import load_policy
     from groupwise.rollout.serving import Served
-    from groupwise.runs.loaded_policy import load_policy
 
     token = os.environ.get(TOKEN) or None
     policy = load_policy(given.model, dtype=given.dtype)

@@ -53,7 +53,7 @@ def run(given: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run")
     if given.nproc > 1 and not given.dry_run:
         _become_torchrun(given)
-    from groupwise.runs.run import train_recipe
+    from groupwise.runs.stages import train_recipe
 
     return train_recipe(
         given.recipe,

@@ -24,14 +24,14 @@ BEHIND = 50
 """Steps that may be on their way."""
 
 
-def begin(about: About) -> Board:
+def begin(about: About) -> MlflowBoard:
     """Begin or continue a run; imports mlflow."""
     import mlflow  # type: ignore[reportMissingImports]
 
-    return Board(mlflow, about)
+    return MlflowBoard(mlflow, about)
 
 
-class Board:
+class MlflowBoard:
     """One run of an experiment; groups are tables of their own, `groups/000012.json`."""
 
     def __init__(self, mlflow: Any, about: About) -> None:

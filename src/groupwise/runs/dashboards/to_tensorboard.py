@@ -11,12 +11,12 @@ from groupwise.runs.dashboards.base import About
 REMEDY = "see that its folder can be written"
 
 
-def begin(about: About) -> Board:
+def begin(about: About) -> TensorboardBoard:
     """Open an event file in the run folder."""
-    return Board(about)
+    return TensorboardBoard(about)
 
 
-class Board:
+class TensorboardBoard:
     """One event file."""
 
     identity = None

@@ -18,14 +18,14 @@ from groupwise.runs.dashboards.base import PROJECT, About
 REMEDY = "see that TRACKIO_DIR can be written"
 
 
-def begin(about: About) -> Board:
+def begin(about: About) -> TrackioBoard:
     """Begin or continue a run; imports trackio."""
     import trackio  # type: ignore[reportMissingImports]
 
-    return Board(trackio, about)
+    return TrackioBoard(trackio, about)
 
 
-class Board:
+class TrackioBoard:
     """One run of a project, known by its name."""
 
     def __init__(self, trackio: Any, about: About) -> None:

@@ -17,14 +17,14 @@ from groupwise.runs.dashboards.base import PROJECT, About
 REMEDY = "log in (wandb login), or set WANDB_MODE=offline"
 
 
-def begin(about: About) -> Board:
+def begin(about: About) -> WandbBoard:
     """Begin or continue a run; imports wandb."""
     import wandb  # type: ignore[reportMissingImports]
 
-    return Board(wandb, about)
+    return WandbBoard(wandb, about)
 
 
-class Board:
+class WandbBoard:
     """One run, whose x axis is the step."""
 
     def __init__(self, wandb: Any, about: About) -> None:

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.registry import Algorithm
-from groupwise.config.recipes import demand_values
-from groupwise.config.settings import Recipe, is_online, positions_of
+from groupwise.config.settings import Recipe, positions_of
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.load import Data
 from groupwise.data.order import Order
 from groupwise.data.tasks import breakdown_of
 from groupwise.distributed import comm
-from groupwise.environments.conversation import World
 from groupwise.models.loading import Blueprint
 from groupwise.models.lora import bare
 from groupwise.models.policy import Policy
@@ -33,13 +31,12 @@ from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import PendingRollout, PrefetchedRollouts
 from groupwise.rollout.engine import Engine
 from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, mixed_engine, mixture, sampler_of, why_apart
-from groupwise.runs.environments import furnished
-from groupwise.runs.plan import Lines, fitted
-from groupwise.runs.policies import critic_of, hold, reference_of, shared_out, teacher_of
-from groupwise.runs.prepare import Prepared, blueprint_of, closed_on_error, sampling_of, shape_of
+from groupwise.runs.plan import Lines
+from groupwise.runs.policies import critic_of, hold, reference_of, teacher_of
+from groupwise.runs.prepare import Prepared, closed_on_error, eval_sampling, sampling_of
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
-from groupwise.training.objectives import OBJECTIVES, Kind, language_model
+from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import demand_training, train_online
 from groupwise.training.optimizer import Optimizer
@@ -78,28 +75,37 @@ class Learner:
 class Job(Learner):
     """A run that is ready to go."""
 
-    plan: Lines
-    """What will happen, as label and text."""
-    warnings: list[str]
-    """For whoever does not read the plan."""
-    steps: int
+    prepared: Prepared
+    lines: Lines = field(default_factory=list)
+    """What the plan says beside what was prepared: engines, proofs."""
     order: Order
     loop: Callable[[int], Iterator[Step]]
     """Steps done before -> the steps that are left."""
     judge: Callable[[bool], Judged | None]
     """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the validation part where there is one.
     None if nothing is held out."""
-    prompts: tuple[Prompt, ...] = ()
-    """What an online objective draws from."""
     critic: Critic | None = None
     teacher: Teacher | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
-    world: World | None = None
-    """Who answers what it samples."""
     ahead: PrefetchedRollouts = field(default_factory=PrefetchedRollouts)
     """What has been sampled, or begun to be, for steps to come."""
-    closing: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def plan(self) -> Lines:
+        """What will happen, as label and text."""
+        return [*self.prepared.plan, *self.lines]
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.prepared.steps
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """What an online objective draws from."""
+        known = self.prepared.prompts if self.prepared.algorithm is not None else None
+        return () if known is None else known.train
 
     def place(self) -> Place:
         """Where the run stands in its data."""
@@ -148,7 +154,7 @@ class Job(Learner):
     def close(self) -> None:
         """End reward workers and what samples; each of them, also if another one raises."""
         with ExitStack() as stack:
-            for close in reversed(self.closing):
+            for close in (*reversed(self.prepared.closing), *(() if self.engine is None else (self.engine.close,))):
                 stack.callback(close)
 
 
@@ -164,12 +170,10 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     reference: the folder with the weights that the policy had before its first step, where the algorithm needs them.
     Raises ConfigError, DataError or Diverged before the first step.
     """
-    demand_values(recipe)
-    recipe = furnished(recipe)
-    blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
-    recipe = shared_out(recipe, blueprint)
-    maker = _online_job if is_online(recipe.objective) else _dataset_job
-    return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference, resume)
+    prepared = Prepared.of(recipe, resume=resume)
+    with closed_on_error(*prepared.closing):
+        maker = _dataset_job if prepared.algorithm is None else _online_job
+        return maker(prepared, reference, resume)
 
 
 def make_learner(
@@ -186,17 +190,9 @@ def make_learner(
     return Learner(recipe=recipe, policy=policy, optimizer=Optimizer(policy.model, recipe.optimizer, updates), reference=anchor)
 
 
-def _judge(recipe: Recipe, engine: Engine, optimizer: Optimizer, prepared: Prepared) -> Callable[[bool], Judged | None]:
-    prompts = prepared.prompts
-    settings, rewards = recipe.eval, prepared.rewards
-    sampling = replace(
-        sampling_of(recipe.rollout),
-        temperature=settings.temperature,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        max_new_tokens=settings.max_new_tokens or recipe.rollout.max_new_tokens,
-    )
+def _judge(prepared: Prepared, engine: Engine, optimizer: Optimizer) -> Callable[[bool], Judged | None]:
+    recipe, prompts, rewards = prepared.recipe, prepared.prompts, prepared.rewards
+    settings, sampling = recipe.eval, eval_sampling(recipe)
 
     def judge(whole: bool) -> Judged | None:
         engine.set_version(optimizer.taken)  # it is not told where another one samples for training
@@ -239,19 +235,17 @@ def _meter(recipe: Recipe, algorithm: Algorithm, policy: Policy, critic: Critic 
     )
 
 
-def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
-    prepared = Prepared.of(recipe, blueprint)
-    algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
+def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:
+    recipe, algorithm, prompts, rewards = prepared.recipe, prepared.algorithm, prepared.prompts, prepared.rewards
     assert algorithm is not None and prompts is not None and rewards is not None
-    with closed_on_error(*prepared.closing):
-        learner = make_learner(recipe, blueprint, algorithm, reference=reference, resume=resume)
-        policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
-        per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
-        critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
-        teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
-        proofs = _proofs(recipe, prepared, policy, critic, teacher, algorithm.mix)
-        engine = make_engine(policy, recipe.rollout, prepared.world)
-    with closed_on_error(engine.close, *prepared.closing):
+    learner = make_learner(recipe, prepared.blueprint, algorithm, reference=reference, resume=resume)
+    policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
+    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
+    critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
+    teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
+    proofs = _proofs(prepared, policy, critic, teacher, algorithm.mix)
+    engine = make_engine(policy, recipe.rollout, prepared.world)
+    with closed_on_error(engine.close):
         sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
     order = _order(recipe, len(prompts.train))
     ahead = make_ahead(recipe.rollout, prompts.train)
@@ -285,29 +279,24 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
 
     return Job(
         recipe=recipe,
-        plan=[*prepared.plan, *engine_lines(engine, ahead), *proofs],
-        warnings=prepared.warnings,
-        steps=prepared.steps,
+        prepared=prepared,
+        lines=[*engine_lines(engine, ahead), *proofs],
         policy=policy,
         optimizer=optimizer,
         order=order,
         loop=loop,
-        judge=_judge(recipe, engine, optimizer, prepared),
-        prompts=prompts.train,
+        judge=_judge(prepared, engine, optimizer),
         reference=anchor,
         critic=critic,
         teacher=teacher,
         engine=engine,
-        world=prepared.world,
         ahead=ahead,
-        closing=[engine.close, *prepared.closing],
     )
 
 
-def _proofs(
-    recipe: Recipe, prepared: Prepared, policy: Policy, critic: Critic | None, teacher: Teacher | None, mix: float
-) -> Lines:
+def _proofs(prepared: Prepared, policy: Policy, critic: Critic | None, teacher: Teacher | None, mix: float) -> Lines:
     """Prove what an online run computes with each of its models, for the plan.  Raises ConfigError."""
+    recipe = prepared.recipe
     assert prepared.prompts is not None
     longest, again = longest_of(recipe, prepared.prompts), recipe.model.gradient_checkpointing
     sampler = sampler_of(recipe.rollout, sampling_of(recipe.rollout), conversations=prepared.world is not None)
@@ -329,16 +318,9 @@ def longest_of(recipe: Recipe, prompts: Data[Prompt]) -> int:
     return max(sizes, default=1) + max(recipe.rollout.max_new_tokens, recipe.eval.max_new_tokens or 0)
 
 
-def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
-    kind, prepared = OBJECTIVES[recipe.objective], Prepared.of(recipe, blueprint)
-    with closed_on_error(*prepared.closing):
-        return _dataset_learner(recipe, blueprint, kind, prepared, reference, resume)
-
-
-def _dataset_learner(
-    recipe: Recipe, blueprint: Blueprint, kind: Kind, prepared: Prepared, reference: Path | None, resume: Path | None
-) -> Job:
-    policy = hold(recipe, blueprint, kind.model, resume)
+def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:
+    recipe, kind = prepared.recipe, OBJECTIVES[prepared.recipe.objective]
+    policy = hold(recipe, prepared.blueprint, kind.model, resume)
     objective, budget = kind.objective(recipe), positions_of(recipe)
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
     anchor = None
@@ -371,7 +353,7 @@ def _dataset_learner(
 
     def judge(whole: bool) -> Judged | None:
         if engine is not None and prepared.rewards is not None:
-            return _judge(recipe, engine, optimizer, prepared)(whole)
+            return _judge(prepared, engine, optimizer)(whole)
         if not held_out:
             return None
         if not whole:
@@ -382,9 +364,8 @@ def _dataset_learner(
 
     return Job(
         recipe=recipe,
-        plan=[*prepared.plan, proof.line],
-        warnings=prepared.warnings,
-        steps=prepared.steps,
+        prepared=prepared,
+        lines=[proof.line],
         policy=policy,
         optimizer=optimizer,
         order=order,
@@ -392,6 +373,4 @@ def _dataset_learner(
         judge=judge,
         reference=anchor,
         engine=engine,
-        world=prepared.world,
-        closing=[*([engine.close] if engine is not None else []), *prepared.closing],
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from groupwise.api.loaded_policy import LoadedPolicy
 from groupwise.config.settings import DataSettings
 from groupwise.data.templates import Template
 from groupwise.models.loading import Blueprint
@@ -15,7 +16,6 @@ from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.environments import environment_of, make_source, make_world, tools_of, unmade
-from groupwise.runs.loaded_policy import LoadedPolicy
 from groupwise.runs.origin import Origin
 
 

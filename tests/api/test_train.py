@@ -31,6 +31,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import groupwise as gw
+from groupwise.api import train as api
+from groupwise.api.loaded_policy import LoadedPolicy
 from groupwise.cli.commands import main
 from groupwise.config import settings
 from groupwise.config.live_objects import Live
@@ -41,8 +43,6 @@ from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
-from groupwise.runs import api
-from groupwise.runs.loaded_policy import LoadedPolicy
 from groupwise.runs.origin import Origin
 from groupwise.training.samples import sample_of
 from groupwise.training.scoring import score

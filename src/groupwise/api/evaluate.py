@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from groupwise.api import objects
+from groupwise.api.loaded_policy import model_folder, settings_of
 from groupwise.config.live_objects import LIVE, Live
 from groupwise.config.recipes import demand_values
 from groupwise.config.settings import CriticSettings, DataSettings, ModelSettings, Recipe, RewardSettings, TeacherSettings
@@ -34,13 +36,12 @@ from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs import objects
 from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
-from groupwise.runs.loaded_policy import model_folder, settings_of
 from groupwise.runs.origin import Origin, origin_of, overridden
 from groupwise.runs.policies import fit_threads
-from groupwise.runs.run import resolved
+from groupwise.runs.prepare import eval_sampling
+from groupwise.runs.stage_outputs import resolved
 from groupwise.runs.trust import demand_trust
 from groupwise.training import evaluate as judging
 from groupwise.training.evaluate import Evaluation
@@ -122,52 +123,65 @@ def evaluate(
     if data is not None and task is not None:
         raise ConfigError(f"say what to evaluate on: data or task ({task!r}), not both")
     rows = None if data is None else objects.data_keys({"path": data})["path"]
-    conversed = None if environment is None else objects.environment_keys(environment, None)
+    keys = None if environment is None else objects.environment_keys(environment, None)
     parts = (*(("data",) if data is None and task is None else ()), *(("rewards",) if rewards is None else ()))
-    origin = _origin(path, overrides, conversed, parts)
-    recipe = None if origin is None else origin.recipe
-    if recipe is not None and recipe.objective in JUDGES:
+    origin = _origin(path, overrides, keys, parts)
+    recipe = _plain_recipe(keys) if origin is None else origin.recipe
+    if recipe.objective in JUDGES:
         raise ConfigError(f"{path} holds a model of the objective {recipe.objective!r}, which writes no completions to evaluate")
     settings = _data_of(path, origin, rows if isinstance(rows, str | None) else os.fspath(rows), task, task_args, split)
-    said = {"columns": columns, "template": template, "chat": chat, "system": system}
-    settings = replace(settings, **{key: value for key, value in said.items() if value is not None})
-    settings = settings if limit is None else replace(settings, eval_limit=limit)
+    settings = _with(settings, columns=columns, template=template, chat=chat, system=system, eval_limit=limit)
     demand_values(settings, "data")
-    model = model_folder(path)
-    policy = load_policy(ModelSettings(path=model) if recipe is None else settings_of(recipe.model, model))
-    sampling = Sampling(
-        temperature=_first(temperature, recipe and recipe.eval.temperature, 1.0),
-        max_new_tokens=_first(
-            max_new_tokens, recipe and recipe.eval.max_new_tokens, recipe and recipe.rollout.max_new_tokens, LENGTH
-        ),
-        stop=() if recipe is None else recipe.rollout.stop,
-    )
-    drawn: int = _first(seed, recipe and recipe.seed, 0)
-    talking = replace(recipe or unmade(conversed or {}), data=settings)
+    recipe = replace(recipe, data=settings, eval=_with(recipe.eval, k=k, temperature=temperature, max_new_tokens=max_new_tokens))
+    recipe = replace(_with(recipe, seed=seed), verdict=verdict or (recipe.verdict if rewards is None else None))
+    return _evaluated(path, origin, recipe, rewards, progress)
+
+
+def _with(settings: Any, **changes: Any) -> Any:
+    """Settings with the changes that are not None."""
+    return replace(settings, **{key: value for key, value in changes.items() if value is not None})
+
+
+def _plain_recipe(environment: Mapping[str, Any] | None) -> Recipe:
+    """How a model that no run made is evaluated."""
+    plain = unmade(environment or {})
+    rollout = replace(plain.rollout, max_new_tokens=LENGTH, max_rows=ROWS)
+    return replace(plain, rewards=(), rollout=rollout, eval=replace(plain.eval, k=SAMPLES))
+
+
+def _evaluated(
+    path: str,
+    origin: Origin | None,
+    recipe: Recipe,
+    rewards: objects.Reward | Sequence[objects.Reward] | None,
+    progress: Callable[[int, int], None] | None,
+) -> EvalReport:
+    """Load the model at a path and evaluate it by a recipe, with `rewards` in place of the recipe's if there are any."""
+    model, sampling = model_folder(path), eval_sampling(recipe)
+    policy = load_policy(ModelSettings(path=model) if origin is None else settings_of(recipe.model, model))
     with ExitStack() as ends:
         ends.callback(torch.set_num_threads, torch.get_num_threads())
-        fit_threads(policy, recipe and recipe.threads)
-        source = make_source(talking.environment)
+        fit_threads(policy, recipe.threads)
+        source = make_source(recipe.environment)
         if source is not None:
             ends.callback(source.close)
-        prompts = _prompts(path, policy, settings, sampling.max_new_tokens, drawn, tools_of(source))
-        given = columns_of(prompts)
-        functions = _rewards_of(path, recipe and with_own_reward(recipe, source), rewards, given)
-        world = make_world(talking, Blueprint.of(policy), source, sampling)
+        prompts = _prompts(path, policy, recipe, tools_of(source))
+        columns = columns_of(prompts)
+        functions = _rewards_of(path, origin and with_own_reward(recipe, source), rewards, columns)
+        world = make_world(recipe, Blueprint.of(policy), source, sampling)
         if world is not None:
             ends.callback(world.close)
         sampler = replace(NATIVE, sampling=sampling, conversations=world is not None)
         longest = max(prompt.tokens.size for prompt in prompts) + sampling.max_new_tokens
         prove(policy, longest=longest, sampler=sampler, train=False)
-        engine = NativeEngine(policy, max_rows=ROWS if recipe is None else recipe.rollout.max_rows, world=world)
-        verdict = verdict or (recipe.verdict if recipe is not None and rewards is None else None)
-        judge = ends.enter_context(build_rewards(functions, columns=given, tokenizer=policy.tokenizer, verdict=verdict))
-        samples = _first(k, recipe and recipe.eval.k, SAMPLES)
-        breakdown = breakdown_of(settings.task)
+        engine = NativeEngine(policy, max_rows=recipe.rollout.max_rows, world=world)
+        judge = build_rewards(functions, columns=columns, tokenizer=policy.tokenizer, verdict=recipe.verdict)
+        ends.callback(judge.close)
         found = judging.evaluate(
-            engine, judge, prompts, k=samples, sampling=sampling, seed=drawn, columns=breakdown, progress=progress
-        )
-        return EvalReport(path, _unfinished(path, model) + _about(origin, settings, judge.names, sampling), found)
+            engine, judge, prompts, k=recipe.eval.k, sampling=sampling, seed=recipe.seed, columns=breakdown_of(recipe.data.task),
+            progress=progress,
+        )  # fmt: skip
+        return EvalReport(path, _unfinished(path, model) + _about(origin, recipe.data, judge.names, sampling), found)
 
 
 def _origin(path: str, overrides: Sequence[str], environment: Mapping[str, Any] | None, parts: Sequence[str]) -> Origin | None:
@@ -185,11 +199,6 @@ def _origin(path: str, overrides: Sequence[str], environment: Mapping[str, Any] 
     recipe = origin.recipe if environment is None else replace(origin.recipe, environment=environment_of(environment))
     demand_values(recipe.environment, "environment")
     return replace(origin, recipe=furnished(recipe))
-
-
-def _first(*values: Any) -> Any:
-    """The first that is said."""
-    return next(value for value in values if value is not None)
 
 
 def _data_of(
@@ -217,11 +226,12 @@ def _data_of(
     return held if task_args is None else replace(held, task_args=task_args)
 
 
-def _prompts(path: str, policy: Policy, settings: DataSettings, length: int, seed: int, tools: Tools | None) -> tuple[Prompt, ...]:
+def _prompts(path: str, policy: Policy, recipe: Recipe, tools: Tools | None) -> tuple[Prompt, ...]:
+    settings, length = recipe.data, eval_sampling(recipe).max_new_tokens
     if settings.task is None and settings.path == settings.eval_path:
         found = _every_row(settings, policy, length, tools)
     else:
-        data = load_data(settings, policy.tokenizer, context=policy.context, max_new_tokens=length, seed=seed, tools=tools)
+        data = load_data(settings, policy.tokenizer, context=policy.context, max_new_tokens=length, seed=recipe.seed, tools=tools)
         found = data.held_out
     if not found:
         raise ConfigError(f"{path}: no held-out prompt is left to evaluate on: give data=FILE or task=NAME")

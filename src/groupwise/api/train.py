@@ -25,6 +25,7 @@ from typing import Any, Never
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from groupwise.api import objects
 from groupwise.config import settings
 from groupwise.config.recipes import make_recipe, run_folder
 from groupwise.config.settings import Recipe
@@ -33,13 +34,13 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
 from groupwise.records import Step
-from groupwise.runs import objects
 from groupwise.runs.folder import anew, choose_folder, finished
 from groupwise.runs.plan import Lines
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import make_console
-from groupwise.runs.run import Outcome, Run, join, train_stage
+from groupwise.runs.run import Run, RunResult, join
 from groupwise.runs.run import train as train_recipe
+from groupwise.runs.stages import train_stage
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -78,7 +79,7 @@ class Training:
         """What will happen, as label and text, without loading weights from a file or training."""
         return plan_of(self.recipe)
 
-    def run(self, *, quiet: bool = False, console: Console | None = None) -> Outcome:
+    def run(self, *, quiet: bool = False, console: Console | None = None) -> RunResult:
         """Train to the end as the command does: the plan, one progress line, a closing table.  Returns what the run came to.
 
         quiet: print warnings and the closing table only.   Raises what iterating raises.

@@ -1,0 +1,4 @@
+"""What `gw.` offers: runs, evaluations and trained policies, with Python objects where a recipe has names.
+
+In: keyword arguments, paths, objects. Out: `train`'s `Training`, `evaluate`'s `EvalReport`, `load_policy`'s `LoadedPolicy`.
+"""

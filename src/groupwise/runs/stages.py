@@ -1,0 +1,215 @@
+"""What `groupwise train` does: every stage of a recipe, one after the other, with its plan, progress line and closing table."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from groupwise.config.live_objects import LIVE
+from groupwise.config.recipes import load_stages, with_lines
+from groupwise.config.settings import Recipe, is_online
+from groupwise.config.validation import STAGE
+from groupwise.distributed import comm
+from groupwise.errors import CheckpointError, GroupwiseError
+from groupwise.runs import checkpoint
+from groupwise.runs.folder import FINAL, anew, choose_folder, finished, unfinished
+from groupwise.runs.job import Judged
+from groupwise.runs.plan import Lines
+from groupwise.runs.prepare import plan_of
+from groupwise.runs.progress import Progress, make_console, safe
+from groupwise.runs.run import Run, RunResult, join
+from groupwise.runs.signals import end_later
+from groupwise.training.evaluate import Evaluation
+
+ACROSS = 5
+"""Figures that stand side by side in 80 columns; more of them stand below one another."""
+
+WRITERS = ("sft", "dpo")
+"""Objectives that learn from data, and whose models write completions."""
+
+
+def train_recipe(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    quiet: bool = False,
+    timeout: float = comm.TIMEOUT,
+    world: int | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+    report: Callable[[Path], object] | None = None,
+) -> int:
+    """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status.
+
+    dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
+    accept_changes: see `train`.
+    world, model_config: of a dry run, so many processes and the configuration of another model (see `plan_of`).
+    report: called with the folder of every stage that has finished; if it fails, that is said and nothing else.
+    """
+    stages = load_stages(path, overrides)
+    here = join(next(iter(stages.values())), timeout)
+    console = console or make_console(quiet=not here.first)
+    if fresh:
+        stages = comm.from_first(lambda: anew(stages))
+    outcomes: dict[str, RunResult] = {}
+    for number, (name, recipe) in enumerate(stages.items(), 1):
+        title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
+        if dry_run:
+            with with_lines(path, overrides, name), Progress(recipe.steps or 1, title, console=console) as progress:
+                progress.plan(_plan_from_beginning(recipe, stages, world, model_config))
+            continue
+        folder, step, more = comm.from_first(lambda recipe=recipe: _standing(recipe))
+        if step is not None:
+            console.print(safe(f"{title}: finished at step {step}{more or f'; its model is in {folder / FINAL}'}"), soft_wrap=True)
+            if more is None:
+                continue
+        with with_lines(path, overrides, name):
+            begun = Run(recipe, folder, accept_changes=accept_changes)
+        with begun as run, comm.peers():
+            outcomes[name] = train_stage(run, title, console, quiet)
+        if report is not None and here.first:
+            try:
+                report(folder)
+            except GroupwiseError as error:
+                console.print(safe(f"no report: {error}", style="yellow"), soft_wrap=True)
+    if outcomes and not dry_run:
+        _closing_table(outcomes, stages[list(outcomes)[-1]], console)
+    comm.leave()
+    return 0
+
+
+def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
+    """A recipe's folder, the step after which it finished there, and what is to be done nevertheless: its final model is not whole,
+    or more steps are wanted.  Raises CheckpointError if that takes a checkpoint, and there is none."""
+    folder = choose_folder(recipe)
+    step = finished(folder)
+    if step is None:
+        return folder, None, None
+    if recipe.steps is not None and recipe.steps > step:
+        more = f"; it continues to step {recipe.steps}"
+    elif wrong := unfinished(folder):
+        more = f", but {wrong}: it is made again from the last checkpoint"
+    else:
+        return folder, step, None
+    if not checkpoint.exists(folder):
+        raise CheckpointError(
+            f"{folder} finished at step {step}{more.replace(' it ', ' that ')}, and there is none; use fresh=True"
+        )
+    return folder, step, more
+
+
+def train_stage(run: Run, title: str, console: Console, quiet: bool) -> RunResult:
+    """Train a run to its end and show it: the plan, the progress line, the table at the end."""
+    begin = run.done
+    with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
+        resumed = [("resumed", f"after step {begin}")] if begin else []
+        _show(lambda: progress.plan([*run.job.plan, *resumed]))
+        for step in run.steps():
+            _show(lambda step=step: progress.update(step))
+        progress.stop()
+        progress.summary([("model", str(run.folder / FINAL)), ("log", str(run.folder / "metrics.jsonl"))])
+    return RunResult(folder=run.folder, before=run.before, after=run.after, steps=run.done - begin)
+
+
+def _show(work: Callable[[], None]) -> None:
+    """Print; where nobody reads the output any more (`| head`, a terminal that was closed), end the run after its step."""
+    try:
+        work()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        with suppress(OSError, ValueError):  # what follows goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        end_later(signal.SIGPIPE)
+
+
+def _plan_from_beginning(
+    recipe: Recipe, stages: Mapping[str, Recipe], world: int | None, config: Mapping[str, Any] | None
+) -> Lines:
+    """The plan of a stage before the stages it builds on exist: their models have the shape of what those start from."""
+    if (recipe.data.path or "").startswith(STAGE):
+        return [("objective", recipe.objective), ("data", f"pairs of what {recipe.data.path} will have sampled; not there yet")]
+    awaited = [reward for reward in recipe.rewards if str(reward.args.get("path")).startswith(STAGE)]
+    scorers = [_from_beginning(stages[str(reward.args["path"]).removeprefix(STAGE)], stages) for reward in awaited]
+    known = tuple(reward for reward in recipe.rewards if reward not in awaited)
+    return plan_of(_from_beginning(replace(recipe, rewards=known), stages), scorers, world=world, config=config)
+
+
+def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
+    """The recipe with the model that its first stage starts from: the same shape, and it exists before anything was trained.
+
+    Data that are sampled on the way are replaced by those of the stage before.
+    """
+    while recipe.model.path is not None and recipe.model.path.startswith(STAGE):
+        earlier = stages[recipe.model.path.removeprefix(STAGE)]
+        recipe = replace(recipe, model=replace(recipe.model, path=earlier.model.path, scratch=earlier.model.scratch))
+        if (recipe.data.path or "").startswith(STAGE):
+            recipe = replace(recipe, data=earlier.data)
+    return recipe
+
+
+def _closing_table(outcomes: Mapping[str, RunResult], recipe: Recipe, console: Console) -> None:
+    """Held-out figures before, between and after, stages that measure the same in one table, and what to type
+    next.  recipe: of the last stage."""
+    tables: dict[tuple[str, ...], list[tuple[str, dict[str, str]]]] = {}
+    notes: list[str] = []
+    for stage, outcome in outcomes.items():
+        for label, found in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
+            if found is not None:
+                notes += _part(label, found, outcome.after)
+                figures = found.summary()
+                rows = tables.setdefault(tuple(figures), [])
+                if found is outcome.after or not rows:
+                    rows.append((label, figures))
+    last = list(outcomes.values())[-1].folder
+    for columns, rows in tables.items():
+        if len(columns) <= ACROSS:
+            table = Table("held out", *columns, box=None, pad_edge=False)
+            for label, figures in rows:
+                table.add_row(label, *figures.values())
+        else:
+            table = Table("held out", *(label for label, _ in rows), box=None, pad_edge=False)
+            for column in columns:
+                table.add_row(column, *(figures[column] for _, figures in rows))
+        console.print()
+        console.print(table)
+    if tables:
+        said = "; ".join(["on what training never saw", *notes, "± is half of a 95 % interval"])
+        console.print(f"({said})", style="dim", highlight=False)
+    console.print("\nNext:", highlight=False)
+    for line in _next_commands(recipe, last):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _part(label: str, judged: Judged, last: Judged | None) -> list[str]:
+    """Which of the held-out prompts a row is about, where `eval.prompts` makes them fewer than those of the last row."""
+    if isinstance(judged, Evaluation) and isinstance(last, Evaluation) and judged.prompts < last.prompts:
+        return [f"{label}: the first {judged.prompts:,} of {last.prompts:,} prompts"]
+    return []
+
+
+def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
+    """Commands to go on with: look at the run, talk to the model, evaluate it again, look at what the rewards said."""
+    data, run = recipe.data, str(folder)
+    writes = is_online(recipe.objective) or recipe.objective in WRITERS
+    held_out = data.task is not None or data.eval_path is not None or bool(data.parts)
+    live = any(reward.function.startswith(LIVE) for reward in recipe.rewards) or str(data.path).startswith(LIVE)
+    commands = [["groupwise", "view", run]]
+    commands += [["groupwise", "chat", run]] if writes else []
+    commands += [["groupwise", "eval", run]] if writes and recipe.rewards and held_out and not live else []
+    commands += [["groupwise", "score", run]] if recipe.rewards and is_online(recipe.objective) and not live else []
+    return [shlex.join(command) for command in commands]
