@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupwise.config.schema import lookup
+from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
@@ -177,6 +178,7 @@ def test_search_finds_all_of_it_and_nothing_else(pages: Pages, made: Any) -> Non
     assert search(pages, finish="length") == []
     assert search(pages, text=".*") == [], "a text, not a pattern"
     assert all(row["value"] == 1.0 for row in search(pages, function="format", low=1, first=30))
+    assert all(row["prompt"] for row in search(pages, first=40))
 
 
 def test_a_search_answers_in_time_and_says_where_to_go_on(pages: Pages, made: Any) -> None:
@@ -196,6 +198,45 @@ def test_why_names_what_changed(pages: Pages) -> None:
     assert shown["reward"][1] > shown["reward"][0]
     assert {row["name"] for row in shown["functions"]} == {"accuracy", "format"}
     assert {row["name"] for row in shown["features"]} == {"length", "lines", "digits", "repetition"}
+
+
+def test_what_a_tool_answered_is_not_what_the_policy_wrote() -> None:
+    table = pa.table(
+        {
+            "completion_text": ["2+2 <tool_response>4</tool_response> 4", "all mine"],
+            "completion_ids": [[0, 1, 0, 2], [0, 0]],
+            "trained": [[True, False, True, True], [True, True]],
+        }
+    )
+    vocabulary = Vocabulary(pieces=[b"four ", b"<tool_response>4</tool_response>", b"<|end|>"], special=frozenset([2]))
+    assert questions._written(table, vocabulary) == ["four four ", "all mine"]
+    assert questions._written(table, None) == table.column("completion_text").to_pylist()
+
+
+def test_search_shows_the_answer_of_the_row() -> None:
+    assert [questions._gold(row) for row in ('{"answer": 4, "x": 1}', '{"solution": "5"}', '{"x": 1}', "[1]", None)] == [
+        "4",
+        "5",
+        "",
+        "",
+        "",
+    ]
+
+
+def test_metrics_come_by_subject_and_the_first_ones_first(pages: Pages) -> None:
+    run = pages.answer("runs", {"run": "0"})["runs"][0]
+    families = pages.answer("health", {"run": "0"})["families"]
+    assert set(run["first"]) <= set(run["metrics"])
+    assert families[0]["title"] == "The run"
+    assert set(families[0]["names"]) <= set(run["first"])
+    names = [name for family in families for name in family["names"]]
+    assert sorted(names) == sorted(name for name in run["metrics"] if not name.endswith("/half_width"))
+
+
+def test_the_keys_that_a_recipe_sets_are_told_apart(trained: Path) -> None:
+    shown = pages_of(trained).answer("config", {"run": "0"})
+    assert {"objective", "name", "group.group_size", "optimizer.lr", "eval.at_start"} <= set(shown["set"])
+    assert not {"group.beta", "rollout.temperature", "save.keep", "eval.temperature"} & set(shown["set"])
 
 
 def test_why_finds_the_largest_move_itself(made: Any, tmp_path: Path) -> None:

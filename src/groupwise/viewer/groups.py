@@ -126,8 +126,8 @@ def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING)
         "key": key_of(prompt),
         "prompt": prompt[:CHARACTERS],
         "prompt_length": len(prompt),
-        "row": _loaded(row),
-        "sampling": _loaded(first.get("sampling")),
+        "row": loaded(row),
+        "sampling": loaded(first.get("sampling")),
         "functions": names,
         "size": len(table),
         "completions": [_completion(row, names, vocabulary, total, 0) for row in rows],
@@ -159,8 +159,8 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
         "begin": begin,
     }
     if row.get("messages"):
-        shown["messages"] = _loaded(row["messages"])
-    episode = _loaded(row.get("episode"))
+        shown["messages"] = loaded(row["messages"])
+    episode = loaded(row.get("episode"))
     if isinstance(episode, dict):
         with suppress(KeyError, TypeError, ValueError, AttributeError):  # of another form than a run writes
             shown["episode"] = _episode(episode)
@@ -313,7 +313,8 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _loaded(text: Any) -> Any:
+def loaded(text: Any) -> Any:
+    """A JSON text; None for what is none, or too large to be shown."""
     try:
         return bounded_json(text) if isinstance(text, str) and len(text) <= LARGEST_JSON else None
     except ValueError:

@@ -1,15 +1,18 @@
-"""The health of a run: its warnings in plain words, and the few figures that say most.
+"""The health of a run: its warnings in plain words, the few figures that say most, and its metrics by subject.
 
-`progress.raised` decides when a warning is raised; the texts here explain it to readers who do not know the metric.
+`progress.raised` decides when a warning is raised; the texts here explain it to readers who do not know the metric.  Units and
+subjects of metrics come from the metric table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from groupwise.runs.progress import RECENT, SHARES, raised
+from groupwise.training.metric_table import METRICS, find
 
 
 class Words(NamedTuple):
@@ -133,10 +136,49 @@ def unread(problems: Sequence[str]) -> list[dict[str, str]]:
     ]
 
 
-def figures(names: Sequence[str]) -> list[dict[str, Any]]:
+def figures(names: Iterable[str]) -> list[dict[str, Any]]:
     """The figures that stand first, of those that the run has."""
-    chosen = [figure for figure in FIGURES if figure[0] in names and not (figure[0] == "loss" and "reward" in names)]
-    return [{"metric": metric, "label": label, "meaning": meaning} for metric, label, meaning in chosen]
+    known = set(names)
+    chosen = [figure for figure in FIGURES if figure[0] in known and not (figure[0] == "loss" and "reward" in known)]
+    return [{"metric": metric, "label": label, "unit": _unit(metric), "meaning": meaning} for metric, label, meaning in chosen]
+
+
+def _unit(metric: str) -> str:
+    row = find(metric)
+    return "" if row is None else row.unit
+
+
+def first(names: Iterable[str]) -> list[str]:
+    """The metrics of the figures, and held-out reward, of those that the run has: what the first page draws."""
+    known = set(names)
+    return [*(figure["metric"] for figure in figures(known)), *(["eval/reward"] if "eval/reward" in known else [])]
+
+
+HELD_OUT, OTHERS = "Held-out prompts", "Others"
+
+
+def families(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The metrics of a run by subject, in the order of the metric table: first those that stand first, last those without a row.
+
+    >>> [(family["title"], family["names"]) for family in families(["mine", "lr", "eval/nll", "reward"])]
+    [('The run', ['reward']), ('The step', ['lr']), ('Held-out prompts', ['eval/nll']), ('Others', ['mine'])]
+    """
+    known = sorted(name for name in set(names) if not name.endswith("/half_width"))
+    leading = [figure["metric"] for figure in figures(known)]
+    found: dict[str, list[str]] = {"The run": leading, **{section.title: [] for section in METRICS}, OTHERS: []}
+    for name in sorted(known, key=_place):
+        if name not in leading:
+            title = OTHERS if find(name) is None else HELD_OUT if name.startswith("eval/") else METRICS[_place(name)[0]].title
+            found[title].append(name)
+    return [{"title": title, "names": inside} for title, inside in found.items() if inside]
+
+
+@cache
+def _place(name: str) -> tuple[int, int, str]:
+    """Section and row of a metric in the table, then its name."""
+    row = find(name)
+    rows = [(i, k, name) for i, section in enumerate(METRICS) for k, one in enumerate(section.metrics) if one is row]
+    return rows[0] if rows else (len(METRICS), 0, name)
 
 
 WORK = (

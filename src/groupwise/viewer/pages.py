@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
+from groupwise.config.schema import settings_table
 from groupwise.errors import DataError, RunError
 from groupwise.viewer import groups, health, questions, replays
 from groupwise.viewer.groups import Json
@@ -94,7 +96,8 @@ class Pages:
         if i not in self.opened:
             state, names = source.brief()
             nothing = {"recorded": [], "newest": None, "evaluations": [], "read": 0, "replay": None}
-            return {"run": i, "name": source.name, **state, **nothing, "metrics": sorted(names), "brief": True}
+            metrics = {"metrics": sorted(names), "first": health.first(names)}
+            return {"run": i, "name": source.name, **state, **nothing, **metrics, "brief": True}
         steps = source.steps()
         return {
             "run": i,
@@ -104,6 +107,7 @@ class Pages:
             "newest": steps[-1] if steps else None,
             "evaluations": source.steps(HELD_OUT),
             "metrics": sorted(source.metrics().values.keys() - {"wall"}),
+            "first": health.first(source.metrics().values),
             "read": self.indexes[i].read,
             "replay": replays.offered() if self._replayable(source) else None,
         }
@@ -128,12 +132,13 @@ class Pages:
         }
 
     def health(self, asked: Parameters) -> Json:
-        """Flags in plain words, the figures that stand first, and where a step's work goes."""
+        """Flags in plain words, the figures that stand first, where a step's work goes, and the metrics by subject."""
         source = self._source(asked)
         metrics = source.metrics()
         names, history = list(metrics.values), metrics.history()
         flags = [*health.unread(source.problems()), *health.flags(history)]
-        return {"flags": flags, "figures": health.figures(names), "work": health.work(history)}
+        families = health.families(name for name in names if name != "wall")
+        return {"flags": flags, "figures": health.figures(names), "work": health.work(history), "families": families}
 
     def step(self, asked: Parameters) -> Json:
         """A step's groups, the most informative first; the newest step where none is named."""
@@ -229,9 +234,10 @@ class Pages:
         return {**found, "step": left, "with": right, "near": near, "kind": kind}
 
     def config(self, asked: Parameters) -> Json:
-        """The resolved recipe and the environment."""
+        """The resolved recipe, which of its keys are not at their default, and the environment."""
         source = self._source(asked)
-        return {"config": source.config(), "environment": source.environment(), "path": str(source.path)}
+        config = source.config()
+        return {"config": config, "set": _set_keys(config), "environment": source.environment(), "path": str(source.path)}
 
     def replay(self, asked: Parameters) -> Json:
         """Which tokens of a group the update pushed, or would have with `set` changed: see `replays`."""
@@ -266,6 +272,16 @@ class Pages:
     @staticmethod
     def _kind(asked: Parameters) -> str:
         return HELD_OUT if asked.get("kind") == HELD_OUT else TRAINING
+
+
+def _set_keys(config: Mapping[str, Any]) -> list[str]:
+    """The keys of a recipe whose value is not the default."""
+    table = settings_table()
+
+    def plain(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list | tuple) else value
+
+    return [key for key, value in config.items() if key not in table or plain(table[key].default) != plain(value)]
 
 
 def _newest(source: CompletionSource, kind: str) -> int:

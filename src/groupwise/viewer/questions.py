@@ -16,8 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
-from groupwise.viewer.groups import Json, excerpt, key_of, lengths_of, mean, numbers, plain, reward_names
+from groupwise.rewards.registry import GOLD_COLUMNS
+from groupwise.viewer.groups import Json, excerpt, key_of, lengths_of, loaded, mean, numbers, plain, reward_names
 from groupwise.viewer.index import Index
 from groupwise.viewer.sources import TRAINING, CompletionSource
 
@@ -95,7 +97,7 @@ def _matches(
     finish: str,
 ) -> list[Json]:
     judged = f"rewards/{function}" if function else "reward"
-    names = {"group", "index", "prompt_text", "completion_text", "reward", "finish", "trained", judged}
+    names = {"group", "index", "prompt_text", "completion_text", "reward", "finish", "trained", "row", judged}
     try:
         table = source.table(step, sorted(names), kind)
     except DataError:
@@ -116,6 +118,7 @@ def _matches(
     lengths, finishes = lengths_of(rows), rows.column("finish").to_pylist() if "finish" in rows.column_names else [""] * len(rows)
     columns = (rows.column(name).to_pylist() for name in ("group", "index", "completion_text", "prompt_text"))
     scores = plain(numbers(rows, "reward"))
+    data = rows.column("row").to_pylist() if "row" in rows.column_names else [None] * len(rows)
     return [
         {
             "step": step,
@@ -126,12 +129,21 @@ def _matches(
             "finish": ended or "",
             "length": int(length),
             "excerpt": _around(said or "", text),
-            "prompt": excerpt(asked or "", 80),
+            "prompt": excerpt(asked or ""),
+            "answer": _gold(row),
         }
-        for group, place, said, asked, score, value, length, ended in zip(
-            *columns, scores, plain(numbers(rows, judged)), lengths, finishes, strict=True
+        for group, place, said, asked, score, value, length, ended, row in zip(
+            *columns, scores, plain(numbers(rows, judged)), lengths, finishes, data, strict=True
         )
     ]
+
+
+def _gold(row: str | None) -> str:
+    """The answer in a row of the data; empty where it has none."""
+    columns = loaded(row)
+    if not isinstance(columns, dict):
+        return ""
+    return next((excerpt(str(columns[name])) for name in GOLD_COLUMNS if columns.get(name) is not None), "")
 
 
 def _within(values: np.ndarray, low: float | None, high: float | None) -> np.ndarray:
@@ -205,9 +217,22 @@ def why(source: CompletionSource, before: tuple[int, int], after: tuple[int, int
     }
 
 
-def _scored(source: CompletionSource, step: int) -> pa.Table:
-    """The texts and rewards of a step."""
-    return source.table(step, ("group", "index", "completion_text", "reward", "finish", "trained", "rewards/"))
+def _scored(source: CompletionSource, step: int, *more: str) -> pa.Table:
+    """The texts and rewards of a step, and `more` columns."""
+    return source.table(step, ("group", "index", "completion_text", "reward", "finish", "trained", "rewards/", *more))
+
+
+def _written(table: pa.Table, vocabulary: Vocabulary | None) -> list[str]:
+    """What the policy wrote of each completion: answers of tools and environments are left out, where tokens are known."""
+    texts = [text or "" for text in table.column("completion_text").to_pylist()]
+    if vocabulary is None or not {"trained", "completion_ids"} <= set(table.column_names):
+        return texts
+    columns = (table.column(name).to_pylist() for name in ("completion_ids", "trained"))
+    for place, (ids, trained) in enumerate(zip(*columns, strict=True)):
+        if ids and trained and not all(trained):
+            own = [token for token, mine in zip(ids, trained, strict=True) if mine and token not in vocabulary.special]
+            texts[place] = "".join(vocabulary.texts(own))
+    return texts
 
 
 def _nothing(part: Json) -> np.ndarray:
@@ -222,7 +247,7 @@ def _gather(source: CompletionSource, stretch: tuple[int, int]) -> Json:
     # From the middle of the stretch outwards would favour nothing; evenly spread steps are read until there are enough.
     for step in (steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int)) if steps else ():
         try:
-            table = _scored(source, step)
+            table = _scored(source, step, "completion_ids")
         except DataError:
             continue
         table = table.slice(0, max(1, SAMPLE // min(len(steps), 12)))
@@ -231,7 +256,7 @@ def _gather(source: CompletionSource, stretch: tuple[int, int]) -> Json:
     if not count:
         raise DataError(f"no completions of steps {stretch[0]} to {stretch[1]} are recorded")
     table = pa.concat_tables(tables, promote_options="permissive")
-    texts = [text or "" for text in table.column("completion_text").to_pylist()]
+    texts = _written(table, source.vocabulary())
     finish = [value or "" for value in table.column("finish").to_pylist()] if "finish" in table.column_names else [""] * len(table)
     return {
         "reward": numbers(table, "reward"),

@@ -77,8 +77,15 @@ function duration(seconds) {
 }
 
 // Characters that move, hide or rewrite text: controls, marks that turn the direction of writing, and those without a width.
-const HIDDEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|\udb40[\udc00-\udfff]/g;
+const HIDDEN = new RegExp(
+  [
+    /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/,
+    /[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|\udb40[\udc00-\udfff]/,
+  ]
+    .map((part) => part.source)
+    .join("|"),
+  "g",
+);
 
 /** Text as nodes, what cannot be seen as a small label with its code point; `blanks`: also spaces, tabs and ends of lines. */
 function visible(text, blanks) {

@@ -19,7 +19,9 @@ const QUANTITIES = [
     low: "less likely",
     high: "more likely",
     signed: true,
-    says: "What the update did to each token: advantage × ratio. Blue: made more likely, orange: less likely, hatched: clipped, its gradient was cut.",
+    says:
+      "What the update did to each token: advantage × ratio. Blue: made more likely, orange: less likely, hatched: clipped, " +
+      "its gradient was cut.",
   },
   {
     id: "logp",
@@ -85,7 +87,9 @@ const QUANTITIES = [
     high: "more likely",
     signed: true,
     share: true,
-    says: "What the replayed update pushes, by the ratios of the step's last pass: minus the loss's gradient by each log-prob, as a share of the group's sum, KL included.",
+    says:
+      "What the replayed update pushes, by the ratios of the step's last pass: minus the loss's gradient by each log-prob, " +
+      "as a share of the group's sum, KL included.",
   },
   {
     id: "change",
@@ -206,6 +210,7 @@ class Card {
           )
         : null;
     const place = addressOf({ ...here, c: completion.index });
+    const equal = completion.equal?.length || 1;
     return h(
       "article",
       {
@@ -225,8 +230,8 @@ class Card {
           h("a", {
             class: "number",
             href: place,
-            title: completion.same === undefined ? "link to this completion" : `word for word the same as #${completion.same}`,
-            text: completion.same === undefined ? `#${completion.index}` : `#${completion.index} = #${completion.same}`,
+            title: equal > 1 ? `the same, token for token: #${completion.equal.join(", #")}` : "link to this completion",
+            text: equal > 1 ? `#${completion.index} × ${equal}` : `#${completion.index}`,
           }),
         ),
         h("div", { class: "facts" }, facts),
@@ -384,7 +389,8 @@ function episodeOf(completion, text) {
         h("span", {
           class: "fact warn",
           title:
-            "from here on the tokens were drawn behind other ids than those before them: the chat template rewrote the past, or the world began otherwise",
+            "from here on the tokens were drawn behind other ids than those before them: " +
+            "the chat template rewrote the past, or the world began otherwise",
           text: `split: drawn behind ${many(one.context, "token")} of its own`,
         }),
       );

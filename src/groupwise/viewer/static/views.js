@@ -48,7 +48,7 @@ VIEWS.groups = async (main) => {
   const step = await ask("step", { run: run.run, kind, step: ANSWERS ? nearestKept(run, kind, wanted) : wanted }, wanted === "");
   if (!still()) return;
   const chosen = step.groups.find((group) => String(group.group) === here.group) || step.groups[0];
-  const curves = await askCurves(run.run, firstMetrics(run));
+  const curves = await askCurves(run.run, run.first);
   if (!still()) return;
   const content = h("div", { class: "content" });
   const side = await rail(run, step, chosen, curves);
@@ -61,21 +61,13 @@ VIEWS.groups = async (main) => {
 
 const nearestKept = (run, kind, wanted) =>
   stepsOf(run, kind).reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
-const firstMetrics = (run) => SHOWN_FIRST.filter((name) => run.metrics.includes(name));
-const SHOWN_FIRST = [
-  "reward",
-  "groups/dead",
-  "entropy",
-  "completions/mean_length",
-  "completions/clipped_ratio",
-  "kl",
-  "ratio/kl",
-  "mismatch/max",
-  "eval/greedy",
-  "eval/sampled",
-  "accuracy",
-  "loss",
-];
+
+/** The metric that stands over the steps: the reward; of held-out completions what was measured of them. */
+function metricOver(kind, values) {
+  const held = ["eval/reward", "eval/sampled", "eval/greedy"];
+  const names = kind === "evaluation" ? held : ["reward", ...Object.keys(values)];
+  return names.find((name) => (values[name] || []).some((value) => value !== null));
+}
 
 function noCompletions(run) {
   const where =
@@ -94,7 +86,7 @@ function noCompletions(run) {
 function stepBar(run, kind, step, curves) {
   const steps = stepsOf(run, kind);
   const at = steps.indexOf(step.step);
-  const metric = curves.values.reward ? "reward" : Object.keys(curves.values)[0];
+  const metric = metricOver(kind, curves.values);
   const jump = (to) => go({ step: to, group: null, c: null });
   const button = (label, to, key) =>
     h("button", {
@@ -124,7 +116,7 @@ function stepBar(run, kind, step, curves) {
       h(
         "span",
         { class: "facts" },
-        h("span", { class: "fact", text: `reward ${fmt(step.reward)}` }),
+        h("span", { class: "fact", text: `${kind === "evaluation" ? "held-out reward" : "reward"} ${fmt(step.reward)}` }),
         h("span", { class: "fact", text: many(step.all || step.groups.length, "group") }),
         h("span", { class: "fact", text: many(step.completions, "completion") }),
       ),
@@ -154,16 +146,16 @@ function stepBar(run, kind, step, curves) {
             )
           : null,
     ),
-    metric && curves.steps.length > 1 ? scrubber(curves, metric, steps, step.step, jump) : null,
+    metric && curves.steps.length > 1
+      ? h("figure", {}, h("figcaption", { text: metric }), scrubber(curves, metric, steps, step.step, jump))
+      : null,
   );
 }
-
-const SHARES = new Set(["groups/dead", "completions/clipped_ratio", "eval/greedy", "eval/sampled", "accuracy"]);
 
 /** The few curves, the flags, the groups of the step. */
 async function rail(run, step, chosen, curves) {
   const health = await ask("health", { run: run.run }, run.state === "live");
-  curves = curves || (await askCurves(run.run, firstMetrics(run)));
+  curves = curves || (await askCurves(run.run, run.first));
   const flags = health.flags.length
     ? h(
         "ul",
@@ -184,7 +176,7 @@ async function rail(run, step, chosen, curves) {
     .map((figure) => {
       const values = curves.values[figure.metric];
       const known = values.filter((value) => value !== null);
-      const show = SHARES.has(figure.metric) ? percent : fmt;
+      const show = figure.unit === "share" ? percent : fmt;
       const moved = known.length > 1 ? `from ${show(known[0])}` : "";
       return h(
         "a",
@@ -198,7 +190,7 @@ async function rail(run, step, chosen, curves) {
   return h(
     "aside",
     { class: "rail", "aria-label": "how the run stands" },
-    panel("How the run stands", flags, h("div", { class: "figures" }, figures)),
+    h("div", { class: "standing" }, panel("How the run stands", flags, h("div", { class: "figures" }, figures))),
     step ? groupList(step, chosen) : null,
   );
 }
@@ -314,7 +306,7 @@ async function showGroup(element, run, kind, step, chosen, still, side = "") {
   if (again && here.replay !== undefined) showReplay(again.querySelector(".found-replay"), tokens, group, context, still);
   if (!side && !ANSWERS) showStrip(strip, run, kind, step.step, group.key, still);
   if (here.c !== undefined && !side) {
-    const card = $("c" + here.c);
+    const card = $("c" + (group.completions.find((one) => one.equal?.includes(Number(here.c)))?.index ?? here.c));
     card?.classList.add("linked");
     card?.scrollIntoView({ block: "center" });
   }
@@ -522,7 +514,9 @@ async function showStrip(element, run, kind, step, key, still) {
     h("h3", { text: "This prompt through training" }),
     h("p", {
       class: "hint",
-      text: `${many(found.visits.length, "visit")}${reading}; a dot is a completion, the bar their mean reward (${fmt(low)} to ${fmt(high)})`,
+      text:
+        `${many(found.visits.length, "visit")}${reading}; a dot is a completion, ` +
+        `the bar their mean reward (${fmt(low)} to ${fmt(high)})`,
     }),
     h(
       "ol",
@@ -649,18 +643,25 @@ function colourBy(id) {
   CARDS.forEach((card) => card.paint());
 }
 
+/** The completions, those that are the same token for token and got the same reward as one, with the indexes of all in `equal`. */
+function folded(completions) {
+  const known = new Map();
+  for (const one of completions) {
+    const said = JSON.stringify([one.reward, one.length, one.ids || one.text, one.messages]);
+    const first = known.get(said);
+    if (first) first.equal.push(one.index);
+    else known.set(said, Object.assign(one, { equal: [one.index] }));
+  }
+  return [...known.values()];
+}
+
 /** The completions of a group, the best first. */
 function cardsOf(group, context) {
   if (!context.side || context.side === "l") CARDS.length = 0;
   const scales = group.quantities;
-  const sorted = [...group.completions].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.index - b.index);
+  const better = (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.index - b.index;
+  const sorted = folded([...group.completions].sort(better));
   const rewards = group.completions.map((one) => one.reward);
-  const said = new Map();
-  for (const one of sorted) {
-    const text = one.tokens ? one.tokens.join("") + one.length : one.text;
-    if (said.has(text)) one.same = said.get(text);
-    else said.set(text, one.index);
-  }
   const shared = { ...context, scales, rewards, wanted: here.text, by: () => chosenQuantity(scales) };
   const grid = h("div", { class: "cards" });
   const show = (from) => {
@@ -691,24 +692,6 @@ function cardsOf(group, context) {
 }
 
 // ---------------------------------------------------------------- curves
-
-const FAMILY = (name) => (name.includes("/") ? name.split("/")[0] : "main");
-const FAMILIES = {
-  main: "The run",
-  rewards: "Reward functions",
-  eval: "Held out",
-  completions: "Completions",
-  ratio: "Importance ratios",
-  clip: "Clipping",
-  kl: "KL",
-  mismatch: "Sampler mismatch",
-  tokens: "Tokens",
-  time: "Seconds by phase",
-  flops: "FLOPs",
-  staleness: "Staleness",
-  ranks: "Processes",
-};
-const FIRST_NAMES = ["reward", "reward_std", "groups/dead", "entropy", "kl", "loss", "grad_norm", "lr"];
 
 /** Runs that are laid over one another unless others are chosen: of each all its metrics are read. */
 const LAID_OVER = 8;
@@ -850,7 +833,8 @@ VIEWS.curves = async (main) => {
       text: "Click a point for the completions of its step; drag to look closer, double-click to go back.",
     }),
   );
-  const work = (await ask("health", { run: runHere().run }, runHere().state === "live")).work;
+  const health = await ask("health", { run: runHere().run }, runHere().state === "live");
+  const { work } = health;
   if (!still()) return;
   fill(main, control, work.length && !here.metric ? panel("Where a step goes, over the last ten", workTable(work)) : null, found);
   if (!names.length) {
@@ -870,25 +854,14 @@ VIEWS.curves = async (main) => {
     lazily.disconnect();
     const wanted = (here.metric || "").toLowerCase();
     const chosen = names.filter((name) => name.toLowerCase().includes(wanted) && !name.endsWith("/half_width"));
-    const order = (name) => FIRST_NAMES.indexOf(name) + 1 || 99;
-    const families = [...new Set(chosen.map(FAMILY))].sort(
-      (a, b) => ((Object.keys(FAMILIES).indexOf(a) + 99) % 99) - ((Object.keys(FAMILIES).indexOf(b) + 99) % 99),
-    );
+    const known = new Set(health.families.flatMap((family) => family.names));
+    const others = { title: "Of the other runs", names: chosen.filter((name) => !known.has(name)) };
     fill(
       found,
-      families.map((family) =>
-        panel(
-          FAMILIES[family] || family,
-          h(
-            "div",
-            { class: "chart-grid" },
-            chosen
-              .filter((name) => FAMILY(name) === family)
-              .sort((a, b) => order(a) - order(b) || a.localeCompare(b))
-              .map(place),
-          ),
-        ),
-      ),
+      [...health.families, others]
+        .map((family) => ({ title: family.title, names: family.names.filter((name) => chosen.includes(name)) }))
+        .filter((family) => family.names.length)
+        .map((family) => panel(family.title, h("div", { class: "chart-grid" }, family.names.map(place)))),
     );
     if (!chosen.length) fill(found, empty(`No metric has “${here.metric}” in its name.`));
   }
@@ -1063,7 +1036,13 @@ function foundRow(one) {
       { href: place },
       h("span", { class: "where", text: `step ${one.step} · group ${one.group} · #${one.index}` }),
       h("span", { class: "reward", text: fmt(here.function ? one.value : one.reward) }),
-      h("span", { class: "excerpt", dir: "auto" }, ...marked(one.excerpt, here.text)),
+      h(
+        "span",
+        { class: "excerpt", dir: "auto" },
+        h("span", { class: "asked" }, ...marked(lastLine(one.prompt), here.prompt)),
+        ...marked(one.excerpt, here.text),
+        one.answer ? h("span", { class: "asked" }, "answer ", ...visible(one.answer)) : null,
+      ),
       h("span", { class: "note", text: `${many(one.length, "token")}${one.finish === "length" ? " · cut off" : ""}` }),
     ),
   );
@@ -1146,8 +1125,10 @@ VIEWS.compare = async (main) => {
         h("p", {
           class: "hint",
           text: found.pairs.length
-            ? `${found.kind === "evaluation" ? "Held-out prompts: " : ""}${found.pairs.length} of ${found.left} and ${found.right} groups share their prompt; the one whose reward moved most first.`
-            : `No prompt was visited at both steps. Training visits a prompt again in its second epoch; evaluations ask the same prompts each time (eval.every).`,
+            ? `${found.kind === "evaluation" ? "Held-out prompts: " : ""}${found.pairs.length} of ${found.left} and ` +
+              `${found.right} groups share their prompt; the one whose reward moved most first.`
+            : "No prompt was visited at both steps. Training visits a prompt again in its second epoch; " +
+              "evaluations ask the same prompts each time (eval.every).",
         }),
         h(
           "ol",
@@ -1252,7 +1233,7 @@ VIEWS.why = async (main) => {
     if (still()) fill(body, panel("Why did the reward move?", failed(error)));
     return;
   }
-  const curves = await askCurves(run.run, firstMetrics(run));
+  const curves = await askCurves(run.run, run.first);
   if (!still()) return;
   const [was, is] = found.reward,
     stretch = ([a, b]) => (a === b ? `step ${a}` : `steps ${a} to ${b}`);
@@ -1351,7 +1332,9 @@ VIEWS.why = async (main) => {
         : null,
       h("p", {
         class: "hint",
-        text: `Read: ${many(found.completions[0], "completion")} before, ${found.completions[1].toLocaleString("en")} after. What goes with the reward need not cause it: follow a link and read.`,
+        text:
+          `Read: ${many(found.completions[0], "completion")} before, ${found.completions[1].toLocaleString("en")} after. ` +
+          "What goes with the reward need not cause it: follow a link and read.",
       }),
       form,
     ),
@@ -1492,7 +1475,9 @@ VIEWS.lenses = async (main) => {
       "Is the reward being cheated?",
       h("p", {
         class: "lead",
-        text: `${many(points.reward.length, "completion")} of steps ${found.first} to ${found.last}. A reward that can be had without the task shows here: longer, more repetitive or better formatted texts earn more, and the answers do not get better.`,
+        text:
+          `${many(points.reward.length, "completion")} of steps ${found.first} to ${found.last}. A reward that can be had without ` +
+          "the task shows here: longer, more repetitive or better formatted texts earn more, and the answers do not get better.",
       }),
       h(
         "form",
@@ -1542,7 +1527,9 @@ VIEWS.lenses = async (main) => {
               {},
               h("a", {
                 href: link(point.place),
-                text: `step ${point.place[0]} · group ${point.place[1]} · #${point.place[2]}: reward ${fmt(point.y)}, ${across} ${fmt(point.x)}`,
+                text:
+                  `step ${point.place[0]} · group ${point.place[1]} · #${point.place[2]}: ` +
+                  `reward ${fmt(point.y)}, ${across} ${fmt(point.x)}`,
               }),
             ),
           ),
@@ -1639,15 +1626,25 @@ VIEWS.config = async (main) => {
   const found = await Promise.all(runs.map((run) => ask("config", { run: run.run })));
   if (!still()) return;
   const keys = [...new Set(found.flatMap((one) => Object.keys(one.config)))];
+  const chosen = keys.filter((key) => found.some((one) => one.set.includes(key)));
+  const plain = keys.filter((key) => !chosen.includes(key));
   const about = [...new Set(found.flatMap((one) => Object.keys(one.environment)))].filter((key) => !["versions"].includes(key));
   const versions = found.map((one) => ({ part: one.environment.versions || {} }));
   fill(
     main,
     runs.length > 1 ? await differences(runs) : null,
     panel(
-      "Configuration",
+      "What the recipe sets",
       found.map((one, i) => h("p", { class: "hint" }, runs.length > 1 ? `${runs[i].name}: ` : "", one.path)),
-      keys.length ? configTable(runs, found, keys, "config") : empty("A file of completions has none."),
+      keys.length ? configTable(runs, found, chosen, "config") : empty("A file of completions has none."),
+      plain.length
+        ? h(
+            "details",
+            {},
+            h("summary", { text: `${many(plain.length, "key")} at the default` }),
+            configTable(runs, found, plain, "config"),
+          )
+        : null,
     ),
     about.length ? panel("Environment", configTable(runs, found, about, "environment")) : null,
     versions.some((one) => Object.keys(one.part).length)
