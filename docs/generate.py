@@ -23,8 +23,8 @@ import yaml
 
 from groupwise import errors
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
+from groupwise.api.explain import render, work
 from groupwise.cli.commands import COMMANDS, parsers
-from groupwise.cli.explain import render, work
 from groupwise.config.schema import reference
 from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
@@ -442,7 +442,7 @@ def commands_page() -> str:
         rows = [argument_row(action) for action in commands[name]._actions if action.dest not in ("help", "debug")]
         if rows:
             lines += ["| argument | meaning |", "|---|---|", *rows, ""]
-        module = importlib.import_module(f"groupwise.cli.commands.{name.replace('-', '_')}")
+        module = importlib.import_module(f"groupwise.cli.{name.replace('-', '_')}")
         lines += ["```text", *(" ".join(example.split("  ", 1)[0].split()) for example in module.EXAMPLES), "```"]
     return "\n".join(lines) + "\n"
 

@@ -38,7 +38,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 IMPORTED = (
-    "groupwise.cli.commands.train",
+    "groupwise.cli.train",
     "groupwise.runs.run",
     "groupwise.viewer.report",
     "groupwise.viewer.server",

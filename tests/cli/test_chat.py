@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cli.commands.chat import chat
+from groupwise.cli.chat import chat
 
 
 def test_a_conversation_answers_and_ends_its_line_at_the_end_of_input(

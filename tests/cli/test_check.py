@@ -11,7 +11,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from groupwise.cli.check import check_recipe
+from groupwise.api.check import check_recipe
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_p07_positions_that_start_anew_are_found(check: Callable, monkeypatch: p
         return genuine(self, tokens, torch.arange(len(position)) % 90 if planted["on"] else position, attend)
 
     monkeypatch.setattr(policy.Policy, "hidden", hidden)
-    import groupwise.cli.check as module
+    import groupwise.api.check as module
 
     make_job = module.make_job
 

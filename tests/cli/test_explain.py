@@ -10,8 +10,8 @@ import pytest
 
 import groupwise as gw
 from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.api.explain import render, work, work_of_run
 from groupwise.cli import commands
-from groupwise.cli.explain import render, work, work_of_run
 from groupwise.config.settings import GroupSettings
 from groupwise.errors import ConfigError
 

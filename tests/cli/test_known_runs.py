@@ -16,7 +16,7 @@ import groupwise as gw
 from groupwise.api.evaluate import evaluate
 from groupwise.cli import commands
 from groupwise.cli.commands import main
-from groupwise.cli.commands.score import steps_of
+from groupwise.cli.score import steps_of
 from groupwise.config.recipes import parse_recorded
 from groupwise.errors import ConfigError, DataError
 from groupwise.runs.model_card import base_of
@@ -293,7 +293,7 @@ def examples() -> list[str]:
 
     found = []
     for name in commands.COMMANDS:
-        module = importlib.import_module(f"groupwise.cli.commands.{name.replace('-', '_')}")
+        module = importlib.import_module(f"groupwise.cli.{name.replace('-', '_')}")
         assert len(module.EXAMPLES) == 2, name
         found += [re.split(r"\s{2,}", example)[0] for example in module.EXAMPLES if name not in ELSEWHERE]
     return found + [re.split(r"\s{2,}", example)[0] for example in commands.EXAMPLES]
@@ -318,7 +318,7 @@ def test_the_examples_of_help_run(
         def interrupted(_: float) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("groupwise.cli.commands.view.time.sleep", interrupted)
+        monkeypatch.setattr("groupwise.cli.view.time.sleep", interrupted)
     allowed = (0, 1) if words[0] == "check" else (0,)  # a model of 3 steps may well fail a check
     assert main(words) in allowed
     assert capsys.readouterr().out

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from groupwise.cli.score import score_file, visible
+from groupwise.api.score import score_file, visible
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.math_checker import Checker, shared_checker

@@ -44,7 +44,7 @@ FAILS = (
     + """
 import sys, time
 from groupwise.cli.commands import main
-from groupwise.cli.commands import train
+from groupwise.cli import train
 from groupwise.errors import RewardError
 
 def fail(given):

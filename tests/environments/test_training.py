@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 import groupwise as gw
+from groupwise.api.check import check_stage
 from groupwise.api.tool_chat import Answered
-from groupwise.cli.check import check_stage
-from groupwise.cli.commands.chat import chat
+from groupwise.cli.chat import chat
 from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings, RewardSettings
 from groupwise.environments.procedural import answer_in

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.cli.check import check_stage
+from groupwise.api.check import check_stage
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import DataSettings, ModelSettings
 from groupwise.data import rendering
@@ -206,7 +206,7 @@ def test_check_looks_at_the_prompts_that_training_uses(recipe: Callable, monkeyp
     list(job.loop(0))
     job.close()
     trained, seen[:] = list(seen), []
-    monkeypatch.setattr("groupwise.cli.check.make_job", spied)
+    monkeypatch.setattr("groupwise.api.check.make_job", spied)
     findings = list(check_stage(made))
     assert len(trained) == 4 and seen[:4] == trained, findings
     assert byte_tokenizer().decode(seen[0][1]).startswith("Q: ")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.cli.score import score_file
+from groupwise.api.score import score_file
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import DataError, RewardError
 from groupwise.rewards import timeouts

@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from groupwise.cli.chat import chat
 from groupwise.cli.commands import main
-from groupwise.cli.commands.chat import chat
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.data.sources import fingerprint

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from groupwise.api.replay_report import compared, pushes
 from groupwise.cli import commands
-from groupwise.cli.replay import compared, pushes
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.runs import replay as replaying

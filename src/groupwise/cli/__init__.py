@@ -1,4 +1,4 @@
-"""What can be typed: the command `groupwise` and its subcommands, with a file for each that does more than call the library.
+"""What can be typed: the command `groupwise` (`commands.py`) and a file for each of its subcommands, which calls the library.
 
 In: arguments. Out: text on the terminal and an exit code. Nothing heavy is imported before the command that needs it runs.
 """

@@ -1,374 +1,65 @@
-"""One step worked through in numbers: rewards -> advantages -> weights -> ratios -> loss -> gradient, by what training calls.
-
-No formula stands here: credit, weights, ratio level, surrogate and KL are the ones that training calls.  What is made up is the
-policy: every token has one of its own, one number z with p = sigmoid(z), so that a gradient step moves its log-prob and nothing
-else, and can be followed by hand.  So are the completions, where none of a run's fit into a table.
-
-M trained tokens, one completion after the other   K reward functions (here 1)
-"""
+"""`groupwise explain`: one step of an algorithm worked through in numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import argparse
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
-from groupwise.algorithms import diagnostics
-from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.registry import Algorithm, describe, options, resolve
-from groupwise.config.settings import DATASET, GroupSettings, is_online
+from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
-from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.runs.folder import list_rollouts, read_step
-from groupwise.runs.origin import origin_of
-from groupwise.runs.trust import demand_trust
-from groupwise.training.samples import weigh
-from groupwise.utils.files import expanded
-from groupwise.utils.spelling import near_path
 
-PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
-"""What the policy that sampled gave to the first token, the second, ... of all completions; then again from the first."""
-REFERENCE = (0.55, 0.7, 0.6, 0.9, 0.4, 0.65)
-"""The same under the reference."""
-VALUES = (0.4, 0.5, 0.6, 0.5, 0.3, 0.2)
-"""What a critic said of the first token, the second, ...; then again from the first."""
-EOS = 0
-SURE = 16.0
-"""The z of a token that was sampled with certainty: one of infinity could not be moved."""
-MOST_PASSES = 100
-"""More than anyone reads."""
+EXAMPLES = (
+    "groupwise explain --preset dr_grpo --rewards 1,0,0,0.5     made-up rewards",
+    "groupwise explain runs/demo/grpo --step 3                  a run's algorithm, on rewards that it recorded",
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pass:
-    """One visit of all tokens; every column is (M,)."""
-
-    logp: np.ndarray
-    """Under the policy as it is now."""
-    ratio: np.ndarray
-    """To the policy that sampled, at the algorithm's level."""
-    kl: np.ndarray | None
-    """To the reference; None without a KL in the loss."""
-    loss: np.ndarray
-    """Before the weight."""
-    gradient: np.ndarray
-    """Of the step's loss, with respect to each log-prob."""
-    clipped: np.ndarray
-    """bool: rewards would push this token, but the surrogate lets nothing through."""
-    total: float
-    """The step's loss: sum(weight x loss)."""
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("run_folder", nargs="?", metavar="RUN", help="take algorithm and rewards from a run")
+    command.add_argument("--step", type=typed.positive, metavar="N", help="of a run: a recorded step (default: the newest)")
+    rewards = "one per completion; none: unscorable (default 1,0,0.5)"
+    command.add_argument("--rewards", type=_rewards, metavar="R,R,...", help=rewards)
+    command.add_argument("--lengths", type=_lengths, metavar="N,N,...", help="tokens of each completion")
+    command.add_argument("--preset", metavar="NAME", help="an online algorithm (default grpo)")
+    command.add_argument("--mu", type=typed.positive, metavar="N", help="passes over the rollout (default 2)")
+    command.add_argument("--beta", type=float, metavar="B", help="weight of the KL to the reference (default: the preset's)")
+    command.add_argument("--lr", type=float, default=5.0, metavar="LR", help="step on the toy policy (default %(default)s)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Example:
-    """A step worked through."""
+def run(given: argparse.Namespace) -> int:
+    """Work a step through and print it."""
+    if given.run_folder is None and given.step is not None:
+        raise ConfigError("--step is one of a run: groupwise explain RUN --step N")
+    if given.preset is not None:
+        from groupwise.config.schema import closest
+        from groupwise.config.settings import ONLINE
 
-    algorithm: Algorithm
-    group: Scored
-    advantages: list[np.ndarray]
-    samples: list[Sample]
-    """Of every completion that has tokens to train, weights final."""
-    passes: tuple[Pass, ...]
-    lr: float
+        if given.preset not in ONLINE and ":" not in given.preset:  # refused before torch is imported
+            near = closest(given.preset, ONLINE)
+            raise ConfigError(f"there is no online algorithm {given.preset!r}{near}; there are {', '.join(ONLINE)}")
+    from groupwise.api.explain import render, work, work_of_run
 
-    def column(self, name: str) -> np.ndarray:
-        """A column of the samples over all M tokens: `weight`, `advantage`, `behavior_logp`."""
-        return np.concatenate([getattr(sample, name) for sample in self.samples])
-
-
-def work(
-    rewards: Sequence[float | None] | None = None,
-    lengths: Sequence[int] | None = None,
-    *,
-    preset: str | None = None,
-    mu: int | None = None,
-    beta: float | None = None,
-    lr: float = 5.0,
-    longest: int = 8,
-    group: GroupSettings | None = None,
-) -> Example:
-    """Work a step of `preset` (default grpo) through, on one group.
-
-    rewards: one per completion, None = unscorable; default 1, 0, 0.5.   lengths: tokens of each, EOS included; default 2, 3, 4 and
-    so on in turn.   mu: passes over the rollout (default 2), each with a gradient step of size `lr` on the toy policy.
-    beta: weight of the KL.
-    longest: what Dr. GRPO divides by.   group: further settings of the algorithm, of which `mu`, `beta` and the rewards take
-    precedence.   Raises ConfigError for what the algorithm refuses, and for lengths that do not fit.
-    """
-    rewards = (1.0, 0.0, 0.5) if rewards is None else rewards
-    preset, mu = "grpo" if preset is None else preset, 2 if mu is None else mu
-    given = tuple(lengths) if lengths is not None else tuple(2 + i % 3 for i in range(len(rewards)))
-    if len(given) != len(rewards) or not all(1 <= n <= longest for n in given):
-        raise ConfigError(f"{len(rewards)} rewards need as many lengths, each 1 to {longest}, got {', '.join(map(str, given))}")
-    if not 1 <= mu <= MOST_PASSES:
-        raise ConfigError(f"mu must be at least 1 and at most {MOST_PASSES}, got {mu}")
-    if not 0 < lr < np.inf:
-        raise ConfigError(f"lr must be a finite number greater than 0, got {lr:g}")
-    if beta is not None and not beta >= 0:
-        raise ConfigError(f"beta must be at least 0, got {beta:g}")
-    if any(reward is not None and not np.isfinite(reward) for reward in rewards):
-        raise ConfigError(f"a reward is a finite number or none, got {', '.join(map(str, rewards))}")
-    known = group or GroupSettings()
-    asked = replace(
-        known, group_size=len(rewards), updates_per_rollout=mu, minibatches=1, beta=known.beta if beta is None else beta
-    )
-    if preset in DATASET:
-        raise ConfigError(f"{preset!r} learns from a data set; explain is for what samples completions: grpo, dapo, rloo ...")
-    algorithm = resolve(preset, asked, longest)
-    if algorithm.needs_forking:
-        raise ConfigError("group.entropy_quantile asks for entropies, which a made-up policy does not have: explain --preset NAME")
-    if algorithm.divergence is not None:
-        raise ConfigError(
-            f"{preset!r} learns from whole distributions, which do not fit a table of tokens: explain distill_sampled"
+    rewards, lengths, preset, mu, beta, lr = given.rewards, given.lengths, given.preset, given.mu, given.beta, given.lr
+    if given.run_folder is not None:
+        text, example = work_of_run(
+            given.run_folder, given.step, rewards=rewards, lengths=lengths, preset=preset, mu=mu, beta=beta, lr=lr
         )
-    return _worked(algorithm, _group(rewards, given, longest), None, mu, lr)
+        print(text)
+    else:
+        example = work(rewards, lengths, preset=preset, mu=mu, beta=beta, lr=lr)
+    print(render(example))
+    return 0
 
 
-def _worked(algorithm: Algorithm, group: Scored, advantages: list[np.ndarray] | None, mu: int, lr: float) -> Example:
-    """advantages: as a run gave them; None: those of this group alone."""
-    own = algorithm.advantages([group])[0] if advantages is None else advantages
-    samples = weigh([group], [own], algorithm)
-    return Example(
-        algorithm=algorithm, group=group, advantages=own, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
-    )
+def _rewards(text: str) -> list[float | None]:
+    try:
+        return [None if part.strip().lower() == "none" else float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be numbers or none with commas between them, got {text!r}") from error
 
 
-SHOWN, LONGEST = 8, 8
-"""Completions of a recorded group that are worked through, and tokens of the longest that a table has room for."""
-
-
-def work_of_run(
-    path: str,
-    step: int | None = None,
-    *,
-    rewards: Sequence[float | None] | None = None,
-    lengths: Sequence[int] | None = None,
-    preset: str | None = None,
-    mu: int | None = None,
-    beta: float | None = None,
-    lr: float = 5.0,
-) -> tuple[str, Example]:
-    """The same with a run's algorithm, on the first group of a recorded step whose rewards differ; and what of it was recorded.
-
-    What is given takes the place of the run's.  step: default the newest.  A group that fits into a table is worked through as it
-    was recorded, with its log-probs, what reference, critic and teacher said, and its advantages; of any other only the rewards are
-    the run's.   Raises ConfigError, DataError.
-    """
-    origin = origin_of(path)
-    if origin is None:
-        meant = near_path(expanded(path))
-        raise ConfigError(f"{path} is no run{meant}: groupwise explain --preset NAME works a made-up step through")
-    demand_trust(origin, ("objective", "group"))
-    recipe = origin.recipe
-    if preset is None and not is_online(recipe.objective):
-        raise ConfigError(f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain --preset NAME")
-    says, mu = f"{origin.folder}: {recipe.objective}", mu or recipe.group.updates_per_rollout
-    settings = recipe.group if preset is None else None
-    found, recorded = None, None
-    if rewards is None:
-        steps = list_rollouts(origin.folder)
-        if not steps:
-            raise ConfigError(f"{origin.folder} has recorded no rollouts: give --rewards")
-        recorded = read_step(origin.folder, steps[-1] if step is None else step)
-        place = next((i for i, group in enumerate(recorded.groups) if not group.dead), 0)
-        found = recorded.groups[place]
-        rewards = [None if np.isnan(reward) else float(reward) for reward in found.reward[:SHOWN]]
-        cut = f", its first {SHOWN} completions" if len(found.reward) > SHOWN else ""
-        dead = "; all groups have equal rewards" if found.dead else ""
-        says += f", group {found.prompt.id} of step {recorded.number}{cut} (recorded are steps {steps[0]} to {steps[-1]}{dead})"
-        if lengths is None and max(len(rollout) for rollout in found.rollouts[:SHOWN]) <= LONGEST:
-            lengths = [len(rollout) for rollout in found.rollouts[:SHOWN]]
-    example = work(
-        rewards, lengths, preset=preset or recipe.objective, mu=mu, beta=beta, lr=lr,
-        longest=LONGEST if found is None else max(LONGEST, recipe.rollout.max_new_tokens), group=settings,
-    )  # fmt: skip
-    if found is None or recorded is None:
-        return says, example
-    shown = found.rollouts[:SHOWN]
-    whole = all(rollout.episode is None and rollout.trained.all() for rollout in shown)  # of an episode a part is the policy's
-    own = whole and lengths == [len(rollout) for rollout in shown]
-    if own and all(name in found.signals for name in _signals_of(example.algorithm)):
-        as_it_was = preset is None and beta is None and len(recorded.advantages) > place
-        advantages = list(recorded.advantages[place])[:SHOWN] if as_it_was else None
-        known = ["log-probs", *_signals_of(example.algorithm).values()] + ["advantages"] * as_it_was
-        alone = "" if as_it_was else "; advantages are those of this group alone"
-        says += f"\nAs recorded: rewards, {', '.join(known)}{alone}; weights and loss are those of these completions alone"
-        return says, _worked(example.algorithm, _cut(found), advantages, mu, lr)
-    made_up = ["log-probs", *(["lengths"] if not own else []), *_signals_of(example.algorithm).values()]
-    return f"{says}\nMade up: {', '.join(made_up)}; advantages are those of this group alone", example
-
-
-def _signals_of(algorithm: Algorithm) -> dict[str, str]:
-    """Columns that an algorithm reads beside the tokens, and their names in a message."""
-    asked = (
-        (algorithm.needs_reference, "reference_logp", "those of the reference"),
-        (algorithm.needs_value, "value", "the critic's values"),
-        (algorithm.reads_teacher, "teacher_logp", "those of the teacher"),
-    )
-    return {column: name for needed, column, name in asked if needed}
-
-
-def _cut(group: Scored) -> Scored:
-    """Its first completions."""
-    signals = {name: tuple(columns[:SHOWN]) for name, columns in group.signals.items()}
-    rollouts, rewards, reward = group.rollouts[:SHOWN], group.rewards[:SHOWN], group.reward[:SHOWN]
-    return replace(group, rollouts=rollouts, rewards=rewards, reward=reward, signals=signals, extra={})
-
-
-def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int) -> Scored:
-    prompt = Prompt(id="example", tokens=np.array([1, 2]), text="")
-    rollouts, references, values, begin = [], [], [], 0
-    for index, n in enumerate(lengths):
-        tokens = np.arange(1, n + 1)
-        tokens[-1] = EOS
-        places = range(begin, begin := begin + n)
-        rollouts.append(
-            Rollout(
-                prompt=prompt,
-                index=index,
-                tokens=tokens,
-                behavior_logp=np.log([PROBABILITIES[place % len(PROBABILITIES)] for place in places]),
-                finish=Finish.EOS,
-                eos_ids=(EOS,),
-                sampling=Sampling(max_new_tokens=longest),
-                text="",
-            )
-        )
-        references.append(np.log([REFERENCE[place % len(REFERENCE)] for place in places]))
-        values.append(np.array([VALUES[place % len(VALUES)] for place in places]))
-    reward = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
-    signals = {"reference_logp": tuple(references), "value": tuple(values), "teacher_logp": tuple(references)}
-    return Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward, signals=signals)
-
-
-def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float) -> tuple[Pass, ...]:
-    def column(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]))
-
-    if not samples:
-        return ()
-    behavior_M, weight_M = column("behavior_logp"), column("weight")
-    reference_M = column("reference_logp") if algorithm.loss_beta else None
-    segment_M = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([sample.weight.size for sample in samples]))
-    z_M = torch.logit(behavior_M.double().exp()).clamp(max=SURE)
-    passes = []
-    for _ in range(mu):
-        logp_M = logsigmoid(z_M).requires_grad_()
-        terms = Terms(
-            logp_M=logp_M,
-            behavior_logp_M=behavior_M,
-            advantage_M=column("advantage"),
-            segment_M=segment_M,
-            segments=len(samples),
-            reference_logp_M=reference_M,
-        )
-        total = algorithm.total(terms, weight_M)
-        (gradient_M,) = torch.autograd.grad(total, logp_M, retain_graph=True)
-        (push_M,) = torch.autograd.grad(replace(algorithm, beta=0.0).total(terms, weight_M), logp_M)
-        with torch.no_grad():
-            log_ratio_M = algorithm.ratio(logp_M, behavior_M, segment_M, len(samples))
-            kl_M = algorithm.kl(logp_M, reference_M, logp_M - behavior_M) if reference_M is not None else None
-            passes.append(
-                Pass(
-                    logp=logp_M.numpy().copy(),
-                    ratio=log_ratio_M.exp().numpy(),
-                    kl=None if kl_M is None else kl_M.numpy(),
-                    loss=algorithm.loss(terms).numpy(),
-                    gradient=gradient_M.numpy(),
-                    clipped=((push_M == 0) & (terms.advantage_M * weight_M != 0)).numpy(),
-                    total=float(total),
-                )
-            )
-            z_M = z_M - lr * gradient_M * (1 - logp_M.exp())  # d log sigmoid(z) / dz = 1 - p
-    return tuple(passes)
-
-
-# ---------------------------------------------------------------- as text
-
-
-def render(example: Example) -> str:
-    """A worked example as plain text."""
-    algorithm = example.algorithm
-    parts = (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)
-    lines = [
-        f"{algorithm.name}: {algorithm.summary}",
-        f"  {' x '.join(describe(part) for part in parts)}",
-        f"  loss = {algorithm.equation}" + (f"  (arXiv {algorithm.paper})" if algorithm.paper else ""),
-        "",
-        "1. Rewards of one group",
-        _row("reward", ["None" if np.isnan(r) else f"{r:g}" for r in example.group.reward]),
-        _row("tokens", [str(len(rollout)) for rollout in example.group.rollouts]),
-        "",
-        f"2. Advantages: {describe(algorithm.credit)}",
-        *_advantage_rows(example),
-        "",
-        f"3. Weight of each token: {describe(algorithm.weights)}",
-        _row("weight", _weights(example)),
-    ]
-    for number, seen in enumerate(example.passes, 1):
-        lines += ["", *_pass(example, number, seen)]
-    if not example.passes:
-        lines += ["", "Nothing is left to train."]
-    return "\n".join(lines)
-
-
-def _row(label: str, cells: Sequence[str]) -> str:
-    return f"  {label:<22}" + "".join(f"{cell:>10}" for cell in cells)
-
-
-def _number(value: float) -> str:
-    return f"{value + 0.0:+.4f}" if abs(value) >= 5e-5 else "0"
-
-
-def _advantage_rows(example: Example) -> list[str]:
-    """One number per completion, or where its tokens differ the first and the last."""
-
-    def shown(advantages: Sequence[np.ndarray]) -> list[str]:
-        return [_number(a[0]) if np.ptp(a) == 0 else f"{_number(a[0])}.." for a in advantages]
-
-    rows = [_row("advantage", shown(example.advantages))]
-    known = options(example.algorithm.credit)
-    alone = example.algorithm.advantages([example.group])[0]
-    if known.get("ddof") == 1 and all(map(np.allclose, alone, example.advantages)):  # otherwise they are those of a whole rollout
-        other = partial(example.algorithm.credit, ddof=0, eps=0.0)
-        rows.append(_row("with ddof 0, eps 0", shown(other([example.group])[0])))
-    if any(np.ptp(a) > 0 for a in example.advantages):
-        rows.append("  (.. = the first token's; those of later tokens differ and stand below)")
-    return rows
-
-
-def _weights(example: Example) -> list[str]:
-    found = {id(sample.completion): float(sample.weight.max()) for sample in example.samples}
-    return [f"{found.get(id(rollout.tokens), 0.0):.4f}" for rollout in example.group.rollouts]
-
-
-def _pass(example: Example, number: int, seen: Pass) -> list[str]:
-    weight, advantage, behavior = (example.column(name) for name in ("weight", "advantage", "behavior_logp"))
-    first = "the policy is still the one that sampled: every ratio is 1"
-    moved = f"after {number - 1} gradient step{'s' if number > 2 else ''} of size {example.lr:g}"
-    names = ["b", "l", "ratio", "A", *(["KL"] if seen.kl is not None else []), "loss", "weight", "dloss/dl"]
-    lines = [
-        f"{number + 3}. Pass {number}: {first if number == 1 else moved}",
-        "  completion token" + "".join(f"{name:>10}" for name in names),
-    ]
-    owners = [(i, t) for i, sample in enumerate(example.samples) for t in range(sample.weight.size)]
-    places = {id(rollout.tokens): rollout.index + 1 for rollout in example.group.rollouts}
-    for m, (i, t) in enumerate(owners):
-        values = [behavior[m], seen.logp[m], seen.ratio[m], advantage[m]]
-        values += [] if seen.kl is None else [seen.kl[m]]
-        values += [seen.loss[m], weight[m], seen.gradient[m]]
-        cells = "".join(f"{_number(value):>10}" for value in values)
-        lines.append(
-            f"  {places[id(example.samples[i].completion)]:>10} {t + 1:>5}{cells}" + ("  clipped" if seen.clipped[m] else "")
-        )
-    advantage_M = torch.from_numpy(advantage)
-    found = diagnostics.ratio(torch.from_numpy(np.log(seen.ratio)), torch.from_numpy(seen.clipped))
-    found |= diagnostics.progress(torch.from_numpy(seen.logp), advantage_M)
-    shown = [f"{name} {found[name]:.4f}" for name in ("clip/low", "clip/high", "progress") if name in found]
-    lines.append(f"  loss = sum(weight x loss) = {_number(seen.total)};  " + ", ".join(shown))
-    return lines
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from error

@@ -1,246 +1,44 @@
-"""`groupwise replay`: what a replay found, for people and as JSON."""
+"""`groupwise replay`: a recorded step computed again."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import argparse
 
-import numpy as np
+from groupwise.cli import arguments as typed
+from groupwise.errors import ConfigError
 
-from groupwise.runs.prepare import algorithm_line
-from groupwise.runs.replay import REACH, TIMES, Figure, Replay, ReplayedStep, replay
-from groupwise.utils.terminal import escaped
-
-SHOWN = (
-    "rewards, added up",
-    "advantages",
-    "loss, closed form",
-    "log-probs",
-    "reference_logp",
-    "scored_logp",
-    "loss",
-    "grad_norm",
-    "kl",
+EXAMPLES = (
+    "groupwise replay runs/demo/grpo --step 3                             are the numbers the recorded ones?",
+    "groupwise replay runs/demo/grpo --step 3 --set objective=dr_grpo     what would that have done?",
 )
-SHOWN += ("weights after the step", "optimizer after the step")
-"""Figures that are always printed; of the others, those that differ."""
-MOST = 3
-"""Groups and completions that are named."""
 
 
-def replay_step(
-    folder: str | Path,
-    number: int,
-    changes: Sequence[str] = (),
-    *,
-    model: bool = True,
-    reach: int | None = None,
-    as_json: bool = False,
-    tokens: bool = False,
-) -> int:
-    """Replay a step and print what was found.  Returns 0 if every number that was computed again is the recorded one, else 1.
-
-    reach: recorded steps to train again, at most; default REACH.
-    tokens: the JSON holds the gradient with respect to every log-prob too.
-    """
-    replayed = replay(folder, number, changes, model=model, reach=REACH if reach is None else reach)
-    if not as_json:
-        print(escaped(render(replayed)))
-    elif tokens:
-        print(json.dumps({**as_dict(replayed), "tokens": token_gradients(replayed)}, allow_nan=False))
-    else:
-        print(json.dumps(as_dict(replayed), indent=1, allow_nan=False))
-    return 0 if replayed.same else 1
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("folder", metavar="RUN", help="a run folder")
+    command.add_argument("--step", type=typed.positive, required=True, metavar="N", help="a recorded step")
+    changed = "print beside it what this would have done: objective=dr_grpo, group.surrogate.high=0.28, optimizer.lr=1e-5 ..."
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=changed)
+    command.add_argument("--no-model", action="store_true", help="leave out what needs the weights before the step")
+    reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
+    command.add_argument("--reach", type=typed.count, metavar="N", help=reach)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--tokens", action="store_true", help="with --json: the gradient with respect to every log-prob too")
+    command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
 
 
-def render(replayed: Replay) -> str:
-    """A replay in words and tables."""
-    groups = replayed.recorded.groups
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    tokens = sum(int(rollout.trained.sum()) for rollout in rollouts)
-    lines = [f"step {replayed.number} of {replayed.folder}: {len(rollouts)} completions of {len(groups)} prompts, {tokens} tokens"]
-    lines.append(algorithm_line(replayed.again.algorithm))
-    if replayed.begun is None:
-        lines.append("without a model: from the recorded log-probs")
-    else:
-        begin = f"checkpoint {replayed.begun}" if replayed.begun else "the model that the run began with"
-        way = replayed.number - 1 - replayed.begun
-        lines.append(f"from {begin}" + (f", by way of {way} recorded step{'s' * (way > 1)}" if way else ""))
-    lines.append("compared bit for bit" if replayed.apart is None else f"compared within a tolerance: {replayed.apart}")
-    shown = _shown(replayed.figures)
-    lines += ["", *_table(["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in shown])]
-    others = len(replayed.figures) - len(shown)
-    if others:
-        lines.append(f"{others} other metrics are the same")
-    lines += ["", *_gradient("gradient by log-prob", replayed.again)]
-    if replayed.changed is not None:
-        lines += ["", *_changed(replayed.again, replayed.changed)]
-    lines += ["", *(f"not computed: {note}" for note in replayed.notes)] if replayed.notes else []
-    lines += ["", replayed.mismatch] if replayed.mismatch is not None else []
-    wrong = [figure.name for figure in replayed.figures if not figure.same]
-    whole = "the recorded step computed again is the same" + (", as far as it was computed" if replayed.notes else "")
-    lines += ["", f"NOT the same: {', '.join(wrong)}" if wrong else whole]
-    return "\n".join(lines)
+def run(given: argparse.Namespace) -> int:
+    """Replay and print; 1 if a number differs."""
+    from groupwise.api.replay_report import replay_step
 
-
-def _shown(figures: Sequence[Figure]) -> list[Figure]:
-    return [figure for figure in figures if figure.name in SHOWN or not figure.same]
-
-
-def _row(figure: Figure) -> list[str]:
-    limit = "" if figure.same or not figure.limit else f" (at most {figure.limit:.2g})"
-    difference = "0" if figure.difference == 0.0 else f"{figure.difference:.2g}"
-    return [figure.name, _number(figure.recorded), _number(figure.replayed), difference + limit + ("" if figure.same else "  <--")]
-
-
-def _gradient(title: str, outcome: ReplayedStep) -> list[str]:
-    """Where an outcome's gradient comes from."""
-    if not outcome.parts:
-        return []
-    total = sum(outcome.gradient)
-    lines = [f"{title}: sum of |dLoss/dlog-prob| {_number(total)}"]
-    largest = sorted(enumerate(outcome.gradient), key=lambda pair: -pair[1])[:MOST]
-    shares = ", ".join(f"{place}: {size / total:.1%}" for place, size in largest if size > 0.0)
-    return lines + ([f"  largest groups: {shares}"] if shares else [])
-
-
-def _changed(again: ReplayedStep, changed: ReplayedStep) -> list[str]:
-    """What a changed configuration makes of the same completions."""
-    lines = [f"changed: {algorithm_line(changed.algorithm)}"]
-    if changed.without:
-        lines.append(f"not computed of the change: {changed.without}")
-    rows = [[name, *map(_number, pair)] for name, pair in compared(again, changed).items()]
-    lines += _table(["", "recorded", "changed"], rows)
-    if changed.parts and again.parts:
-        lines += _gradient("changed gradient by log-prob", changed)
-        flips = pushes(again, changed)
-        lines.append(f"  tokens: {', '.join(f'{count} {name}' for name, count in flips.items())}")
-    return lines
-
-
-def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[float, float]]:
-    """What both make of the completions, by name: loss and gradient, and where there was a model the metrics that differ."""
-    figures = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
-    if again.parts and changed.parts:
-        figures["loss, first pass"] = (again.loss, changed.loss)
-        figures["sum of |dLoss/dlog-prob|"] = (sum(again.gradient), sum(changed.gradient))
-    if again.step is not None and changed.step is not None:
-        one, other = again.step.metrics, changed.step.metrics
-        for name in one.keys() | other.keys():
-            pair = one.get(name, math.nan), other.get(name, math.nan)
-            if pair[0] != pair[1] and not all(map(math.isnan, pair)) and not name.startswith(TIMES):
-                figures[name] = pair
-        names = list(figures)[:3] + sorted(list(figures)[3:])
-        figures = {name: figures[name] for name in names}
-    return figures
-
-
-def pushes(again: ReplayedStep, changed: ReplayedStep, *, last: bool = False) -> dict[str, int]:
-    """How many tokens both push the same way, the other way, or only one of them.   last: in the last pass, if it is known."""
-    one, other = (
-        np.concatenate([_padded(column, rollout) for row, group in zip(o.column("gradient", last=last), o.groups, strict=True)
-                        for column, rollout in zip(row, group.rollouts, strict=True)])
-        for o in (again, changed)
-    )  # fmt: skip
-    return {
-        "pushed the same way": int(((one != 0) & (np.sign(one) == np.sign(other))).sum()),
-        "pushed the other way": int((one * other < 0).sum()),
-        "only by the recorded": int(((one != 0) & (other == 0)).sum()),
-        "only by the changed": int(((one == 0) & (other != 0)).sum()),
-        "by neither": int(((one == 0) & (other == 0)).sum()),
-    }
-
-
-def _padded(column: np.ndarray, rollout: Any) -> np.ndarray:
-    return column if column.size else np.zeros(len(rollout))
-
-
-def _size(advantages: Sequence[Sequence[np.ndarray]]) -> float:
-    values = np.concatenate([np.zeros(0), *(column for group in advantages for column in group)])
-    return float(np.abs(values).mean()) if values.size else math.nan
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.6g}"
-
-
-def _table(head: list[str], rows: Sequence[list[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
-        for row in [head, *rows]
-    ]
-
-
-# ---------------------------------------------------------------- as JSON
-
-
-def as_dict(result: Replay) -> dict[str, Any]:
-    """A replay as what JSON knows; numbers that are not finite are null."""
-    return {
-        "run": str(result.folder),
-        "step": result.number,
-        "same": result.same,
-        "begun": result.begun,
-        "apart": result.apart,
-        "figures": [
-            {"name": f.name, "recorded": _json(f.recorded), "replayed": _json(f.replayed), "difference": _json(f.difference),
-             "limit": f.limit, "same": f.same}
-            for f in result.figures
-        ],
-        "recorded": _outcome(result.again),
-        "changed": None if result.changed is None else _outcome(result.changed),
-        "pushes": _pushes(result),
-        "pass": "last" if result.again.last else "first",
-        "mismatch": result.mismatch,
-        "notes": result.notes,
-    }  # fmt: skip
-
-
-def _pushes(replayed: Replay) -> dict[str, int] | None:
-    known = replayed.changed is not None and replayed.changed.parts and replayed.again.parts
-    return pushes(replayed.again, replayed.changed, last=True) if known and replayed.changed is not None else None
-
-
-def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
-    """Of each group and completion: dLoss/dlog-prob of its tokens in the last pass, recorded and changed; null if there is none.
-
-    0 at the tokens of completions that were not trained.
-    """
-
-    def columns(outcome: ReplayedStep | None) -> list[list[list[float] | None]]:
-        if outcome is None or not outcome.parts:
-            return [[None] * len(group.rollouts) for group in replayed.recorded.groups]
-        return [
-            [
-                [float(f"{value:.6g}") for value in _padded(column, rollout)]
-                for column, rollout in zip(row, group.rollouts, strict=True)
-            ]
-            for row, group in zip(outcome.column("gradient", last=True), outcome.groups, strict=True)
-        ]
-
-    both = zip(replayed.recorded.groups, columns(replayed.again), columns(replayed.changed), strict=True)
-    return [
-        [
-            {"index": rollout.index, "recorded": one, "changed": other}
-            for rollout, one, other in zip(group.rollouts, recorded, changed, strict=True)
-        ]
-        for group, recorded, changed in both
-    ]
-
-
-def _outcome(outcome: ReplayedStep) -> dict[str, Any]:
-    return {
-        "algorithm": algorithm_line(outcome.algorithm),
-        "loss": _json(outcome.loss),
-        "without": outcome.without,
-        "metrics": {name: _json(value) for name, value in (outcome.step.metrics if outcome.step is not None else {}).items()},
-        "gradient": outcome.gradient if outcome.parts else None,
-    }
-
-
-def _json(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    if given.tokens and not given.json:
+        raise ConfigError("--tokens is a part of the JSON: say --json too")
+    return replay_step(
+        given.folder,
+        given.step,
+        given.changes,
+        model=not given.no_model,
+        reach=given.reach,
+        as_json=given.json,
+        tokens=given.tokens,
+    )

@@ -1,316 +1,78 @@
-"""Reward functions over completions that exist already: what `groupwise score` does, before any compute is spent.
-
-N rows   K reward functions
-"""
+"""`groupwise score`: reward functions over completions that exist already, before any compute is spent."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
-from pathlib import Path
-from typing import Any, NamedTuple
+import argparse
+import re
+from collections.abc import Sequence
 
-import numpy as np
-
-from groupwise.config.settings import VERDICTS, RewardSettings
-from groupwise.data.sources import SourceRows, read_rows
-from groupwise.errors import ConfigError, DataError, RunError
-from groupwise.rewards.compose import Rewards, as_messages, build_rewards, combine
-from groupwise.rewards.find import Completions
-from groupwise.rewards.registry import GOLD_COLUMNS
-from groupwise.rewards.user_functions import NO_COLUMN
-from groupwise.runs import recorded
-from groupwise.runs.origin import Origin, origin_of
-from groupwise.runs.run_files import RunFiles
+from groupwise.cli import arguments as typed
+from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
+from groupwise.utils.spelling import near_path
 
-TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "finish_reason")
-"""Columns of recorded runs that functions are given beside those of the data (the last as `finish_reasons`)."""
-RECORDED = {"prompt_text", "completion_text", "row", "finish"}
-"""Columns by which a recorded step is known."""
-BARS = 40
-"""Width of a histogram in characters."""
-SLOWEST = 3
-"""Calls that are named because they took long ..."""
-SLOW = 0.01
-"""... if they took so many seconds."""
+EXAMPLES = (
+    "groupwise score accuracy completions.jsonl                       a built-in over the rows of a file",
+    "groupwise score my_rewards.py:short runs/demo/grpo --steps all   your own over what a run sampled",
+)
 
 
-class TimedCall(NamedTuple):
-    """One call of a function; rows of one prompt, side by side in the file, are one call."""
-
-    function: str
-    row: int
-    """The first of its rows."""
-    count: int
-    seconds: float
-    """Of the function: a worker process that has to start first does not count."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoreReport:
-    """What the functions said of each row."""
-
-    names: tuple[str, ...]
-    """K."""
-    rewards: np.ndarray
-    """float64 (N, K), NaN where a function says None."""
-    reward: np.ndarray
-    """float64 (N,): the weighted sum."""
-    rows: tuple[str, ...]
-    """N names of the rows, as `file:row`."""
-    texts: tuple[str, ...]
-    """N completions."""
-    prompts: tuple[str, ...] = ()
-    """N prompts, the last message of each."""
-    golds: tuple[str, ...] = ()
-    """N gold answers, where a function compares with one."""
-    groups: tuple[tuple[int, int], ...] = ()
-    """First row, and row behind the last, of neighbours with one prompt."""
-    source: str = ""
-    """Where the rows are from, and which steps of a run."""
-    calls: tuple[TimedCall, ...]
-    """Every call of every function."""
-
-    def render(self, *, rows: int = 10) -> str:
-        """Plain text: per function mean, spread, share of None and histogram; the first `rows` rows; the slowest calls.
-
-        Control characters of completions are shown as escapes: what a model wrote must not steer a terminal.
-        """
-        lines = [f"{len(self.rows)} completions{self.source and f' of {self.source}'}"]
-        columns = list(zip(self.names, self.rewards.T, strict=True))
-        if len(columns) > 1:
-            columns.append(("reward (weighted sum)", self.reward))
-        for name, column in columns:
-            lines += ["", *_summary(name, column)]
-        lines += ["", *self._differing()] if self.groups else []
-        shown = [("prompt", self.prompts, 24), ("gold", self.golds, 16), ("completion", self.texts, 60)]
-        shown = [(title, cells[:rows], width) for title, cells, width in shown if cells and rows]
-        heads = [f"{visible(name, 12):>12}" for name in self.names]
-        heads += [title if width > 24 else f"{title:<{width}}" for title, _, width in shown]
-        lines += ["", "row  " + "  ".join(heads)] if rows else []
-        for n in range(min(rows, len(self.rows))):
-            values = [f"{'None' if math.isnan(v) else format(v, '.4g'):>12}" for v in self.rewards[n]]
-            cells = [
-                visible(cells[n], width) if width > 24 else f"{visible(cells[n], width):<{width}}" for _, cells, width in shown
-            ]
-            lines.append(f"{n + 1:<5}" + "  ".join(values + cells))
-        slowest = sorted(self.calls, key=lambda call: -call.seconds)[:SLOWEST]
-        slow = [self._said(call) for call in slowest if call.seconds >= SLOW]
-        return "\n".join([*lines, "", *slow] if slow else lines)
-
-    def _differing(self) -> Iterator[str]:
-        """Of how many prompts the completions get different rewards: only these teach."""
-        several = [self.reward[begin:end] for begin, end in self.groups if end - begin > 1]
-        if not several:
-            yield "one completion for each prompt: whether rewards differ within a prompt is not to be seen"
-            return
-        differ = sum(len(np.unique(group[~np.isnan(group)])) > 1 for group in several)
-        yield f"{differ} of {len(several)} prompts with several completions have different rewards; the others teach nothing"
-
-    def _said(self, call: TimedCall) -> str:
-        others = f" and {call.count - 1} more of its prompt" if call.count > 1 else ""
-        took = f"slow: {visible(call.function, 60)} took {call.seconds:.2f} s on {self.rows[call.row]}{others}"
-        return f"{took}: {visible(self.texts[call.row], 60)}"
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    reward = "built-in name, module:function or file.py:function; several with commas (default: the run's)"
+    command.add_argument("reward", nargs="?", metavar="REWARD", help=reward)
+    file = "rows with prompt, completion and the columns that the functions ask for; or a run"
+    command.add_argument("file", metavar="FILE", help=file)
+    command.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the function")
+    command.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help="rename a column")
+    command.add_argument("--steps", metavar="N,N-N", help="of a run: recorded steps, e.g. 3, 1-10 or all (default: the newest)")
+    command.add_argument("--limit", type=typed.positive, metavar="N", help="first rows only")
+    command.add_argument("--rows", type=typed.count, default=10, metavar="N", help="rows to print (default %(default)s)")
 
 
-def score_file(
-    functions: Sequence[str | RewardSettings],
-    path: str | Path,
-    *,
-    columns: Mapping[str, str] | None = None,
-    limit: int | None = None,
-    steps: Sequence[range] | None = None,
-) -> ScoreReport:
-    """Run reward functions, by name or with their settings, over the rows of a JSONL, JSON or Parquet file, or over the
-    completions that a run recorded (its folder: the newest step, or those in `steps`; or one of its `rollouts/*.parquet`).
+def run(given: argparse.Namespace) -> int:
+    """Score and print."""
+    from groupwise.config.settings import RewardSettings
+    from groupwise.runs.origin import origin_of
+    from groupwise.runs.trust import demand_trust
 
-    A row has `prompt` (a string or messages), `completion` (a string or one assistant message) and the columns that the functions
-    ask for; `columns` renames them, ours: theirs.  Columns `prompt_ids`, `completion_ids` and `finish_reason` are passed on under
-    the names that functions know.  Neighbouring rows with the same prompt are scored in one call, like a group in training.
-
-    Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve, RewardError for bad results.
-    """
-    read, source, others = _rows(expanded(path), steps)
-    found = read.renamed(columns or {}).first(limit)
-    rows, names = list(found), [found.where(i) for i in range(len(found))]
-    for name, row in zip(names, rows, strict=True):
-        _check(name, row)
-    present = list(dict.fromkeys(column for row in rows for column in row))
-    settings = [RewardSettings(function=one) if isinstance(one, str) else one for one in functions]
-    rewards, calls = [], list[TimedCall]()
-    scorer, present = _built(settings, present, others)
-    with scorer:
-        groups = _groups(rows)
-        for begin, end in groups:
-            batch = _completions(rows[begin:end], names[begin:end], present)
-            rewards.append(scorer.matrix(scorer.call(batch)))
-            calls += [TimedCall(name, begin, end - begin, seconds) for name, seconds in scorer.seconds.items()]
-        matrix = np.concatenate(rewards)
-        gold = next(iter(scorer.golds.values()), None)
-        return ScoreReport(
-            names=scorer.names,
-            source=source,
-            rewards=matrix,
-            reward=combine(matrix, scorer.weights),
-            rows=tuple(names),
-            texts=tuple(_text(row["completion"]) for row in rows),
-            prompts=tuple(_text(row["prompt"]) for row in rows),
-            golds=() if gold is None else tuple(str(row.get(gold, "")) for row in rows),
-            groups=tuple(groups),
-            calls=tuple(calls),
-        )
-
-
-def _built(settings: Sequence[RewardSettings], present: list[str], others: Iterable[list[str]]) -> tuple[Rewards, list[str]]:
-    """The functions, and the columns that they may ask for: those of the rows, and as far as a function needs them the others."""
-    others = iter(others)
-    while True:
-        try:
-            return build_rewards(settings, columns=[one for one in present if one not in TOKEN_COLUMNS]), present
-        except ConfigError as error:
-            more = next((found for found in others if not set(found) <= set(present)), None) if NO_COLUMN in str(error) else None
-            if more is None:
-                raise
-            present = list(dict.fromkeys([*present, *more]))
-
-
-def visible(text: str, width: int) -> str:
-    r"""A text on one line, at most `width` characters, control and invisible characters as escapes.
-
-    >>> visible("a\x1b[31mred\n", 20)
-    'a\\x1b[31mred\\n'
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 4 * width])
-    return shown if len(shown) <= width and len(text) <= 4 * width else shown[: max(0, width - 3)] + "..."
-
-
-def _summary(name: str, column: np.ndarray) -> list[str]:
-    values = column[~np.isnan(column)]
-    none = f"None {np.isnan(column).mean():.1%}"
-    if not values.size:
-        return [f"{visible(name, 60)}: {none}"]
-    stats = f"mean {values.mean():.4g}, std {values.std():.4g}, min {values.min():.4g}, max {values.max():.4g}, {none}"
-    distinct = np.unique(values)
-    if distinct.size == 1 and values.size > 1:
-        return [f"{visible(name, 60)}: {values[0]:.4g} for every completion, {none}: it teaches nothing here"]
-    if distinct.size <= 10:
-        bins = [(f"{value:.4g}", int((values == value).sum())) for value in distinct]
+    options = typed.pairs(given.arg, "--arg")
+    if given.reward is None:
+        origin = origin_of(given.file) if expanded(given.file).is_dir() else None
+        if origin is None or not origin.recipe.rewards:
+            if not expanded(given.file).exists():
+                raise ConfigError(f"there is no {given.file}{near_path(expanded(given.file))}")
+            raise ConfigError(
+                f"name a reward function: groupwise score REWARD {given.file} (only a run with rewards brings its own)"
+            )
+        if options:
+            raise ConfigError(f"--arg belongs to a function that is named: groupwise score REWARD {given.file} --arg ...")
+        demand_trust(origin, ("rewards",))
+        functions: Sequence[RewardSettings] = origin.recipe.rewards
     else:
-        counts, edges = np.histogram(values, bins=10)
-        bins = [(f"{low:.3g} .. {high:.3g}", int(c)) for low, high, c in zip(edges, edges[1:], counts, strict=False)]
-    width = max(len(label) for label, _ in bins)
-    bars = [f"  {label:>{width}}  {count:>6}  {'#' * math.ceil(BARS * count / values.size)}" for label, count in bins]
-    return [f"{visible(name, 60)}: {stats}", *bars]
+        functions = [RewardSettings(function=name.strip(), args=options) for name in given.reward.split(",")]
+    if options and len(functions) > 1:
+        raise ConfigError(f"--arg belongs to one function, but {len(functions)} are named; score them one by one")
+    from groupwise.api.score import score_file
+
+    columns, chosen = typed.texts(given.column, "--column"), None if given.steps is None else steps_of(given.steps)
+    report = score_file(functions, given.file, columns=columns, limit=given.limit, steps=chosen)
+    print(report.render(rows=given.rows))
+    return 0
 
 
-def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str, Iterable[list[str]]]:
-    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled.  And what was read,
-    and the columns of the run's other rows.
+def steps_of(text: str) -> list[range]:
+    """Ranges of steps; `all` is every one.  Raises ConfigError.
 
-    Raises ConfigError for steps of what is no run, or that it did not record.
+    >>> steps_of("3,7-9")
+    [range(3, 4), range(7, 10)]
     """
-    home = origin_of(path) if path.is_dir() else None
-    run = RunFiles(path if home is None else home.folder)
-    have, wrong = recorded.steps(run) if path.is_dir() else ({}, [])
-    if not have:
-        if wrong:
-            raise RunError(wrong[0])
-        if home is not None:
-            raise ConfigError(f"{path} is a run without recorded completions: save.rollouts_every says which steps record theirs")
-        if steps is not None:
-            raise ConfigError(f"--steps are those of a run, and {path} is none that has recorded any")
-        rows = read_rows(str(path))
-        if not len(rows) or not set(rows[0]) >= RECORDED:
-            return rows, str(path), ()
-        return _recorded(rows), str(path), _golds_of(origin_of(path))
-    chosen = [max(have)] if steps is None else [step for step in have if any(step in part for part in steps)]
-    all_of = f"recorded are {len(have)} steps from {min(have)} to {max(have)}"
-    if not chosen:
-        raise ConfigError(f"{run.folder} has no such step; {all_of}")
-    tables = [SourceRows(name=str(run.folder / have[step]), rows=recorded.table(run, step).to_pylist()) for step in chosen]
-    rows = [row for found in tables for row in found]
-    name = tables[0].name if len(tables) == 1 else str(run.folder / recorded.ROLLOUTS)
-    which = f"step {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
-    others = [step for step in reversed(have) if step not in chosen]
-    more = chain((_columns_of(recorded.table(run, step, ["row"])) for step in others), _golds_of(home))
-    return _recorded(SourceRows(name=name, rows=rows)), f"{run.folder}, {which} ({all_of}; --steps chooses)", more
-
-
-def _columns_of(table: Any) -> list[str]:
-    """The data's columns in the rows of a recorded step."""
-    return list(dict.fromkeys(column for row in table.column("row").unique().to_pylist() for column in json.loads(row)))
-
-
-def _golds_of(origin: Origin | None) -> list[list[str]]:
-    """The column that a run's own functions compare with, which the rows that it recorded may all lack."""
-    named = [one for one in (origin.recipe.rewards if origin is not None else ()) if one.function in VERDICTS]
-    return [[str(one.args.get("column", GOLD_COLUMNS[0]))] for one in named]
-
-
-def _recorded(rows: SourceRows) -> SourceRows:
-    """A run's record as rows: the data row's columns, and what was asked and answered under the usual names."""
-    named = [
-        {
-            **json.loads(row["row"]),
-            "prompt": _asked(row),
-            "completion": row["completion_text"],
-            **{column: row[column] for column in ("prompt_ids", "completion_ids")},
-            "finish_reason": row["finish"],
-        }
-        for row in rows
-    ]
-    return replace(rows, rows=named)
-
-
-def _asked(row: Mapping[str, Any]) -> Any:
-    """The prompt as the run's reward functions saw it; of a record without its messages, what stands in the data row."""
-    if row.get("prompt_messages") is None:
-        return json.loads(row["row"]).get("prompt", row["prompt_text"])
-    messages = json.loads(row["prompt_messages"])
-    return messages[-1]["content"] if row.get("prompt_wrapped") else messages
-
-
-def _check(name: str, row: Any) -> None:
-    if not isinstance(row, dict):
-        raise DataError(f"{name}: a row is an object with prompt and completion, not a {type(row).__name__}")
-    for column in ("prompt", "completion"):
-        if column not in row:
-            raise DataError(f"{name}: no {column!r}; columns: {', '.join(map(repr, row))}; name yours by --column {column}=YOURS")
-        value = row[column]
-        messages = (
-            isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value)
-        )
-        if not isinstance(value, str) and not messages:
-            raise DataError(f"{name}: {column!r} is {visible(repr(value), 60)}, expected a string or messages with a content")
-
-
-def _text(value: str | list[dict[str, str]]) -> str:
-    return value if isinstance(value, str) else value[-1]["content"]
-
-
-def _groups(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    starts = [n for n, row in enumerate(rows) if n == 0 or row["prompt"] != rows[n - 1]["prompt"]]
-    return list(zip(starts, [*starts[1:], len(rows)], strict=True))
-
-
-def _completions(rows: Sequence[Mapping[str, Any]], names: Sequence[str], present: Sequence[str]) -> Completions:
-    texts = [_text(row["completion"]) for row in rows]
-
-    def tokens(column: str) -> list[Any] | None:
-        return [row.get(column) for row in rows] if column in present else None
-
-    return Completions(
-        labels=names,
-        prompts=[row["prompt"] for row in rows],
-        prompt_texts=[_text(row["prompt"]) for row in rows],
-        completions=[as_messages(t) if isinstance(r["prompt"], list) else t for t, r in zip(texts, rows, strict=True)],
-        texts=texts,
-        columns={column: [row.get(column) for row in rows] for column in present},
-        prompt_ids=tokens("prompt_ids"),
-        completion_ids=tokens("completion_ids"),
-        finish_reasons=tokens("finish_reason"),
-    )
+    if text == "all":
+        return [range(1 << 62)]
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+            raise ConfigError(f"--steps is written 3, 1-10, 1,5,9 or all, got {text!r}")
+        found.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found

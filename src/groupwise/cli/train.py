@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from groupwise.cli.commands import arguments as typed
+from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
 
 EXAMPLES = (

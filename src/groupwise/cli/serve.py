@@ -6,7 +6,7 @@ import argparse
 import os
 import time
 
-from groupwise.cli.commands import arguments as typed
+from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
 from groupwise.utils.secrets import TOKEN
 

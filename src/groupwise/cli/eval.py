@@ -7,7 +7,7 @@ import math
 import sys
 from typing import TextIO
 
-from groupwise.cli.commands import arguments as typed
+from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
 
 EXAMPLES = (

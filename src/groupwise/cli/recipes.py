@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from groupwise.cli.commands import arguments as typed
+from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
 from groupwise.utils import files
 

@@ -6,7 +6,7 @@ import argparse
 import time
 from functools import partial
 
-from groupwise.cli.commands import arguments as typed
+from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
 
 PORT = 8765

@@ -1,8 +1,8 @@
 """The command `groupwise`: its subcommands, the parsing of arguments, and exit codes.
 
-Each command has a file here, with its arguments, two examples and what it does.  Only the file of the command that was typed is
-imported, and everything heavy inside of its `run`: `--help`, `config`, `recipes`, `runs` and the refusal of a bad recipe take a
-fraction of a second, because none of them imports torch.
+Each command has a file beside this one, with its arguments, two examples and what it does.  Only the file of the command that was
+typed is imported, and everything heavy inside of its `run`: `--help`, `config`, `recipes`, `runs` and the refusal of a bad recipe
+take a fraction of a second, because none of them imports torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COMMANDS = {
     "install-vllm": "install vLLM into an environment of its own",
     "completion": "completion of commands, options and keys for a shell",
 }
-"""Every command and what it is for; what `groupwise.cli.commands.NAME` holds."""
+"""Every command and what it is for; what `groupwise.cli.NAME` holds."""
 EXAMPLES = (
     "groupwise train demo                                 a bundled recipe; the same again resumes it",
     "groupwise train my.yaml optimizer.lr=1e-5 --dry-run  the plan of your own, a key changed",
@@ -218,7 +218,7 @@ def parsers(names: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, ar
         command = subparsers.add_parser(name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         found[name] = command
         if name in names:
-            module = importlib.import_module(f"groupwise.cli.commands.{name.replace('-', '_')}")
+            module = importlib.import_module(f"groupwise.cli.{name.replace('-', '_')}")
             module.arguments(command)
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
             examples = "examples:\n" + "".join(f"  {example}\n" for example in module.EXAMPLES)

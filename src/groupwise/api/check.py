@@ -1,0 +1,439 @@
+"""`groupwise check`: are sampled and scored log-probs equal?  A minute of real sampling and scoring before hours of it.
+
+Every check looks at the user's own model, tokenizer, data and rewards, reports a result, and what to do if it is wrong.
+
+G completions of a prompt
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from groupwise.api.loaded_policy import model_folder, settings_of
+from groupwise.config.recipes import load_stages, with_lines
+from groupwise.config.settings import VERDICTS, Recipe, is_online, positions_of
+from groupwise.data.order import Order
+from groupwise.data.prompts import visit
+from groupwise.data.templates import Template
+from groupwise.data.turns import Turns
+from groupwise.environments.environment import Broken
+from groupwise.environments.episodes import EpisodeWorld, kind_of
+from groupwise.environments.procedural import rows_of
+from groupwise.environments.schemas import name_of
+from groupwise.errors import ConfigError, DataError, GroupwiseError
+from groupwise.models.attention import plain_attention
+from groupwise.models.loading import embedding_rows
+from groupwise.models.policy import Policy
+from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.rewards.accuracy import as_text, check_gold
+from groupwise.rewards.compose import Rewards, prompt_of
+from groupwise.runs.job import Job, make_job
+from groupwise.runs.origin import Origin, overridden
+from groupwise.runs.policies import fit_threads
+from groupwise.runs.prepare import sampling_of
+from groupwise.runs.progress import make_console, safe
+from groupwise.runs.stage_outputs import resolved
+from groupwise.training.mismatch import diagnose
+from groupwise.training.samples import joined, samples_of
+from groupwise.training.scoring import score
+from groupwise.utils.secrets import scrubbed
+
+PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
+"""Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
+WHOLE = 4
+"""Prompts that are completed up to the recipe's own length, where TOKENS say too little about endings."""
+FEW = 0.5
+"""Share of completions that end, below which a recipe wastes most of what it samples."""
+ENTRIES = 64
+"""Of a procedural data set, whose scorers are looked at."""
+GOLDS, PROBED = 64, 16
+"""Rows whose gold answers are held against the rewards, and prompts that are given as their own answers."""
+QUESTION: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "1 + 1?"}]}
+"""A row that stands for the prompts of an objective that learns from data."""
+GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
+
+
+Lines = Callable[[], AbstractContextManager[None]]
+"""Adds to an error that is raised within where the recipe's file has its key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    good: bool | None
+    """None: nothing wrong, but something to know."""
+    says: str
+
+
+def check_recipe(path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
+    """Check every stage of a recipe and print a line per check.  Returns 0 if nothing is wrong, else 1."""
+    stages = load_stages(path, overrides)
+    return _report(stages, console, lambda stage: partial(with_lines, path, overrides, stage))
+
+
+def check_run(origin: Origin, path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
+    """The same of what a run has trained: its own recipe, with the model at `path` in place of the one that it started from."""
+    recipe = overridden(origin, overrides).recipe
+    trained = settings_of(recipe.model, model_folder(path))
+    return _report({f"{origin.folder}, after step {origin.step}": replace(recipe, model=trained)}, console)
+
+
+def _report(stages: Mapping[str, Recipe], console: Console | None, lines: Callable[[str], Lines] = lambda _: nullcontext) -> int:
+    """lines: of a stage: adds to an error where the recipe's file has its key."""
+    console = console or make_console()
+    wrong = 0
+    for name, recipe in stages.items():
+        console.print(Text(f"{name} ({recipe.objective})", style="bold"))
+        for finding in check_stage(recipe, lines(name)):
+            mark, style = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}[finding.good]
+            console.print(Text.assemble((mark, style), "  ", (f"{finding.name:<12}", "bold"), safe(scrubbed(finding.says))))
+            wrong += finding.good is False
+    console.print("nothing is wrong" if not wrong else f"{wrong} of the checks failed", style="bold")
+    return 1 if wrong else 0
+
+
+def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]:
+    """The findings of one run.  An error that would stop the run becomes the last finding.
+
+    lines: adds to an error where the recipe's file has its key.
+    """
+    try:
+        try:
+            recipe = resolved(recipe)
+        except ConfigError as error:
+            yield Finding("model", None, f"{error}; the later checks need it: run that stage first")
+            return
+        with lines():
+            job = make_job(recipe)
+        recipe, rewards = job.recipe, job.prepared.rewards
+    except GroupwiseError as error:
+        yield Finding("recipe", False, str(error))
+        return
+    threads = torch.get_num_threads()
+    fit_threads(job.policy, recipe.threads)
+    try:
+        for label, text in job.plan:
+            if label in ("read", "data", "in all", "memory", "warning"):
+                yield Finding(label, None, text)
+            elif label.startswith("proven"):
+                yield Finding("model", True, f"{label}: {text}")
+        yield from _tokenizer(job.policy)
+        yield from _template(recipe, job)
+        if job.engine is None or not is_online(recipe.objective):
+            return
+        yield from _procedural(recipe)
+        assert rewards is not None
+        if isinstance(job.prepared.world, EpisodeWorld):
+            yield from _world(recipe, job.prepared.world, job.prompts)
+        episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
+        if rewards.golds and not episodes:
+            graded = {one.name or one.function for one in recipe.rewards if one.function in VERDICTS} | {rewards.verdict}
+            yield from _golds(rewards, graded, job.prompts)
+            yield from _restated(rewards, job.prompts)
+        order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
+        yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
+    except GroupwiseError as error:
+        kind = ConfigError if isinstance(error, ConfigError) else type(error)  # Problems are several of them
+        yield Finding(kind.__name__, False, str(error))
+    finally:
+        job.close()
+        torch.set_num_threads(threads)
+
+
+def _tokenizer(policy: Policy) -> Iterator[Finding]:
+    tokenizer = policy.tokenizer
+    rows = embedding_rows(policy.model)
+    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in policy.eos_ids)
+    yield Finding("EOS", True, f"a completion ends with {names}; it is sampled, scored and trained like every other token")
+    pad = tokenizer.pad_token_id
+    state = "has no PAD" if pad is None else "uses EOS as PAD" if pad in policy.eos_ids else f"has PAD {pad}"
+    yield Finding("PAD", True, f"the tokenizer {state}: no difference, nothing is ever padded")
+    if rows > policy.vocabulary:
+        text = f"{rows - policy.vocabulary} embedding rows belong to no token: they are never sampled and never scored"
+        yield Finding("vocabulary", None, text)
+
+
+def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
+    """What the chat template does to the first prompt once it is answered; nothing where prompts are strings.
+
+    Where no prompts are drawn, a question stands for them.
+    """
+    data, policy = recipe.data, job.policy
+    if (data.path is None and not data.chat) or not (data.chat or policy.tokenizer.chat_template):
+        return
+    template = Template.build(data, policy.tokenizer)
+    if job.prompts:
+        row, where = job.prompts[0].row, f"prompt {job.prompts[0].id} and an answer"
+    else:
+        template, row, where = replace(template, format=None), QUESTION, "a question and an answer"
+    if isinstance(template.content(row), str):
+        return
+    several = recipe.environment.talks or recipe.environment.asks
+    here = "no difference here: the policy has one turn" if job.prompts else "`read` counts the rows for which this matters"
+    try:
+        stable = template.is_stable(row, "The answer is 2.", where)
+    except DataError as error:
+        yield Finding("template", None, str(error) if several else f"{error}; {here}")
+    else:
+        yield _prefix(stable, None if several else here)
+    yield _turns(policy)
+
+
+def _prefix(stable: bool, harmless: str | None) -> Finding:
+    """harmless: why it does not matter; None where conversations have several turns of the policy."""
+    if stable:
+        return Finding("template", True, "the prompt's ids begin the ids of the whole conversation")
+    says = "the chat template writes a prompt otherwise once it is answered"
+    if harmless is not None:
+        return Finding("template", None, f"{says}; {harmless}")
+    remedy = "use a template whose generation prompt is a prefix"
+    return Finding("template", False, f"{says}: several turns would be scored on other ids than were sampled; {remedy}")
+
+
+def _turns(policy: Policy) -> Finding:
+    """What the template does to the past when a conversation continues."""
+    try:
+        proofs = Turns(tokenizer=policy.tokenizer, eos_ids=policy.eos_ids).prove()
+    except DataError as error:
+        return Finding("turns", None, f"a next turn cannot follow: {error}")
+    rewriting = [proof for proof in proofs if proof.verdict == "rewrites"]
+    cases = ", ".join(f"{proof.case}: {proof.verdict}" for proof in proofs)
+    if all(proof.verdict == "refuses" for proof in proofs):
+        return Finding("turns", None, f"the template refuses every next turn behind a lone question ({cases})")
+    if not rewriting:
+        return Finding("turns", True, f"a next turn leaves the past as it was sampled ({cases})")
+    return Finding("turns", None, f"the template writes the past otherwise once a conversation continues ({cases}); {rewriting[0]}")
+
+
+def _procedural(recipe: Recipe) -> Iterator[Finding]:
+    """Can the scorers of a procedural data set be believed?"""
+    given = recipe.environment
+    if given.reasoning_gym is not None:
+        _, health = rows_of(given.reasoning_gym, given.args, ENTRIES, recipe.seed)
+        good = False if health.unearned + health.answerless == ENTRIES else None if health.suspicious else True
+        yield Finding("scorer", good, f"{given.reasoning_gym}: {health}")
+
+
+def _world(recipe: Recipe, world: EpisodeWorld, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """What the policy can do, and one episode in which it does next to nothing."""
+    seconds = recipe.environment.tool_timeout
+    for kind in world.source.kinds.values():
+        name = kind.name or kind.title
+        for schema in kind.schemas:
+            given = ", ".join((schema["function"].get("parameters") or {}).get("properties") or ())
+            yield Finding("tool", True, f"{name_of(schema)}({given}): {schema['function'].get('description') or 'no description'}")
+        if not kind.resets:
+            continue
+        prompt = next((one for one in prompts if kind_of(world.source, one.row, f"prompt {one.id}") == kind), None)
+        if prompt is None:
+            yield Finding("environment", None, f"{name}: no row asks for it")
+            continue
+        environment, began = world.source.make(kind), time.monotonic()
+        try:
+            said = environment.reset(prompt.row, seed=recipe.seed, seconds=seconds)
+            says = f"{name}: reset() says {said!r:.80}" if said else f"{name}: reset() says nothing"
+            if kind.steps:
+                stepped = environment.step("", seconds=seconds)
+                says += f"; to an empty turn it answers {stepped.observation!r:.80}, reward {stepped.reward}, done {stepped.done}"
+            ended = environment.end(True, seconds=seconds)
+            says += f"; reward of an episode without actions: {ended.reward}" if not kind.steps and kind.rewarded else ""
+            yield Finding("environment", True, f"{says} ({time.monotonic() - began:.2f} s)")
+        except Broken as broken:
+            yield Finding("environment", False, f"{name}: {broken}")
+        finally:
+            environment.kill()
+
+
+def _golds(rewards: Rewards, graded: Collection[str | None], prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Does the gold answer earn the reward it should?  In the forms in which models write answers.
+
+    graded: the functions that give 1 to what is right; what others give is only shown.
+    """
+    for name, column in rewards.golds.items():
+        held = [prompt for prompt in prompts if as_text(prompt.row.get(column)) or prompt.row.get(column) == ""]
+        looked = held[:GOLDS]
+        if not looked:
+            good = False if name in graded else None
+            yield Finding("gold", good, f"no row has an answer in the column {column!r}: {name} gives None")
+            continue
+        earned = _earned(rewards, looked, [as_text(prompt.row[column]) for prompt in looked])[:, rewards.names.index(name)]
+        without = f"; {len(prompts) - len(held)} of {len(prompts)} rows have none" if len(held) < len(prompts) else ""
+        if name not in graded:
+            yield Finding(
+                "gold", None, f"the gold answers of the first {len(looked)} prompts earn {name} = {_mean(earned)}{without}"
+            )
+            continue
+        missed = [prompt for prompt, value in zip(looked, earned, strict=True) if not value >= 1.0]
+        says = f"the gold answers of the first {len(looked)} prompts earn {name} = 1{without}"
+        if missed:
+            gold = as_text(missed[0].row[column])
+            (problem,) = check_gold([gold]) if name == "accuracy" else [None]
+            why = f" ({problem})" if problem else ""
+            says = (
+                f"{len(missed)} of {len(looked)} gold answers do not earn {name} = 1, the first in row {missed[0].id}: "
+                f"{gold[:80]!r}{why}; no completion can be right there: look at `groupwise score` or drop these rows"
+            )
+        yield Finding("gold", not missed, says)
+
+
+def _restated(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """What the prompt itself would earn as a completion, and each half of the equation that ends the gold's derivation."""
+    golds = rewards.golds
+    probes: dict[str, list[tuple[Prompt, str]]] = {"the prompt itself": [], "the left half": [], "the right half": []}
+    for prompt in prompts[:PROBED]:
+        asked = prompt_of(prompt)
+        probes["the prompt itself"].append((prompt, asked if isinstance(asked, str) else str(asked[-1].get("content"))))
+        derivation = next((text for column in golds.values() if (text := as_text(prompt.row.get(column)))), "")
+        for half, text in zip(("the left half", "the right half"), halves(derivation), strict=False):
+            probes[half].append((prompt, text))
+    says, paid = [], False
+    for what, found in probes.items():
+        if found:
+            earned = _earned(rewards, [prompt for prompt, _ in found], [text for _, text in found])
+            says.append(f"{what} earns " + ", ".join(f"{name} {_mean(earned[:, rewards.names.index(name)])}" for name in golds))
+            paid |= what != "the right half" and any((earned[:, rewards.names.index(name)] >= 1.0).any() for name in golds)
+    of = "; of the gold's derivation " if len(says) > 1 else ""
+    yield Finding("restated", None if paid else True, f"as a completion {says[0]}{of}{', '.join(says[1:])}")
+
+
+def halves(derivation: str) -> tuple[str, ...]:
+    """Both sides of the last equation of a worked solution; nothing where there is none.
+
+    >>> halves("He has 48/2 = <<48/2=24>>24 left.\\n#### 24"), halves("24")
+    (('48/2', '24'), ())
+    """
+    equations = re.findall(r"([^=<>\n]{1,200})=([^=<>\n]{1,200})", derivation)
+    return tuple(side.strip(" .$") for side in equations[-1]) if equations else ()
+
+
+def _earned(rewards: Rewards, prompts: Sequence[Prompt], texts: Sequence[str]) -> np.ndarray:
+    """(N, K): the best that each text earns in the forms in which models write answers; NaN where it is not judged."""
+    best = np.full((len(prompts), len(rewards.names)), np.nan)
+    for form in ("{}", "\\boxed{{{}}}", "#### {}"):
+        groups = [(_written(prompt, form.format(text)),) for prompt, text in zip(prompts, texts, strict=True)]
+        best = np.fmax(best, [found.rewards[0] for found in rewards.score(groups)])
+    return best
+
+
+def _mean(values: np.ndarray) -> str:
+    return "None" if np.isnan(values).all() else f"{np.nanmean(values):.2g}"
+
+
+def _written(prompt: Prompt, text: str) -> Rollout:
+    """A completion that was never sampled, for the reward functions to look at."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return Rollout(
+        prompt=prompt,
+        index=0,
+        tokens=nothing,
+        behavior_logp=np.zeros(0),
+        finish=Finish.STOP,
+        eos_ids=(),
+        sampling=Sampling(),
+        text=text,
+    )  # fmt: skip
+
+
+def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Sample a little with the recipe's own settings, and score it in every way that must agree."""
+    policy, engine = job.policy, job.engine
+    assert engine is not None
+    sampling = replace(sampling_of(recipe.rollout), max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
+    groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
+    rollouts = [rollout for group in groups for rollout in group]
+    samples = [sample for rollout in rollouts for sample in samples_of(rollout)]
+    budget = positions_of(job.recipe)
+    scored = score(policy, samples, budget=budget).logp
+    limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
+    how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")
+    behavior = [sample.behavior_logp for sample in samples]
+    agreed = _agree("log-probs", behavior, scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
+    if not agreed.good:
+        whole = [logp for _, logp in joined(zip(samples, scored, strict=True))]
+        agreed = replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, whole)}")
+    yield agreed
+    alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
+    yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
+    unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
+    yield _agree("packing", unshared, scored, limit, "shared prompts = repeated prompts", "shared and repeated prompts")
+    own = [_own_forward(policy, sample) for sample in samples[:PROMPTS]]
+    yield _agree("positions", own, scored, limit, "= the model's own forward pass", "the packed and the model's own forward pass")
+    yield _endings(recipe, job, prompts, rollouts)
+    yield from _spread(rewards.score(groups)) if rewards.names else ()
+
+
+def _endings(recipe: Recipe, job: Job, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Finding:
+    """How many completions end by themselves within the recipe's own length.
+
+    A shorter sample that ends is enough; else a few prompts are completed up to that length.
+    """
+    length = recipe.rollout.max_new_tokens
+    within = min(length, TOKENS)
+    share = float(np.mean([not rollout.truncated for rollout in rollouts]))
+    if within < length and share < FEW:
+        assert job.engine is not None
+        sampling = sampling_of(recipe.rollout)
+        groups = list(job.engine.generate(prompts[:WHOLE], group_size=1, sampling=sampling, seed=recipe.seed))
+        rollouts, within = [rollout for group in groups for rollout in group], length
+        share = float(np.mean([not rollout.truncated for rollout in rollouts]))
+    says = f"{share:.0%} of {len(rollouts)} completions ended within {within} tokens"
+    says += " (rollout.max_new_tokens)" if within == length else f" (rollout.max_new_tokens is {length})"
+    if share == 0:
+        return Finding("endings", False, f"{says}: warm the model up with SFT, or raise rollout.max_new_tokens")
+    if share < FEW:
+        return Finding("endings", None, f"{says}: the others are cut off; raise rollout.max_new_tokens, or ask for shorter answers")
+    return Finding("endings", True, says)
+
+
+def _agree(name: str, scored: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float, says: str, what: str) -> Finding:
+    gaps = np.concatenate([np.abs(a - b) for a, b in zip(scored, expected, strict=False)] or [np.zeros(1)])
+    gap = float(gaps.max(initial=0.0))
+    if gap <= limit:
+        return Finding(name, True, f"{says} (largest difference {gap:.1e} nats over {gaps.size} tokens)")
+    return Finding(name, False, f"{what} differ by up to {gap:.2g} nats, more than rounding ({limit:g}): do not train; report it")
+
+
+@torch.no_grad()
+def _own_forward(policy: Policy, sample: Sample) -> np.ndarray:
+    """Log-probs by the model's own attention and head and a plain log_softmax; 0 where nothing is asked."""
+    ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion])).to(policy.device)
+    with plain_attention(policy.model) as model, policy.precision():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 : -1, : policy.vocabulary]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sample.temperature
+    for row, support in enumerate(sample.support or ()):
+        if not support.size:  # nobody drew it
+            continue
+        outside = torch.ones(policy.vocabulary, dtype=torch.bool, device=logits.device)
+        outside[torch.from_numpy(support).to(logits.device)] = False
+        logits[row, outside] = -torch.inf
+    chosen = logits.log_softmax(-1).gather(1, ids[sample.prompt.size :, None])[:, 0]
+    return np.where(sample.weight != 0, chosen.cpu().numpy(), 0.0)
+
+
+def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
+    rewards = np.concatenate([group.reward for group in groups])
+    dead = sum(group.dead for group in groups)
+    if np.isnan(rewards).all():
+        yield Finding("rewards", False, "every completion is unscorable: all reward functions said None")
+        return
+    spread = f"mean {np.nanmean(rewards):.3f}, from {np.nanmin(rewards):.3g} to {np.nanmax(rewards):.3g}"
+    says = f"{spread}; {dead} of {len(groups)} groups without differences"
+    if dead == len(groups):
+        says += (
+            ": nothing to learn from them; use easier (or harder) prompts, a better start, a larger group_size, or a finer reward"
+        )
+    yield Finding("rewards", None if dead == len(groups) else True, says)
