@@ -50,8 +50,8 @@ from groupwise.runs.engines import mixed_engine
 from groupwise.runs.folder import choose_folder
 from groupwise.runs.job import make_engine
 from groupwise.runs.policies import hold
-from groupwise.runs.resume import reader
 from groupwise.runs.run import Run, train
+from groupwise.runs.saving import reader
 from groupwise.training.critics import Critic
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.online import train_online

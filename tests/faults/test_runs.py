@@ -460,7 +460,7 @@ def test_a_process_that_is_told_during_an_evaluation_saves_without_the_others(
         patch.setattr(evaluate, "_complete", told)
         with pytest.raises(KeyboardInterrupt):
             finish(path)
-    assert saves == [(1, False), (2, True)]
+    assert saves == [(1, False), (2, False), (2, True)], "the step is saved by all before it is judged, then by this one alone"
     assert saved(Path("runs/r")) == 2
 
 

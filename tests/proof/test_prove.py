@@ -43,7 +43,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy
 from groupwise.models.lora import adapt
 from groupwise.proof import kept, passes, texts
-from groupwise.proof.prove import Proof, prove
+from groupwise.proof.prove import ModelProof, prove
 from groupwise.proof.texts import NATIVE, SMALL, TRANSFORMERS
 from groupwise.runs.engines import mixture
 
@@ -63,7 +63,7 @@ def a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
 
 
-def proven(kind: type[PreTrainedModel], config: type = LlamaConfig, to: torch.dtype = torch.float32, **options: Any) -> Proof:
+def proven(kind: type[PreTrainedModel], config: type = LlamaConfig, to: torch.dtype = torch.float32, **options: Any) -> ModelProof:
     """Of a small model.   changes: to its configuration; settings: of its policy; others as of `prove`."""
     changes, settings = options.pop("changes", {}), options.pop("settings", None)
     settings = settings or ModelSettings(dtype="bfloat16" if to == BF16 else "float32")

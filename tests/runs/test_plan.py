@@ -65,7 +65,8 @@ def test_what_checkpointing_keeps_is_predicted(family: str, tiny_policy: Callabl
     assert found == pytest.approx(positions * (5 * 32 * 4 + kept_per_block(shape)), rel=0.15), (
         "five inputs, and the last block whole"
     )
-    plans = [memory(shape, microbatch=positions, recompute=on, trained_share=0.0).activations for on in (False, True)]
+    load = Load(prompts=1, group=1, prompt_tokens=positions, completion_tokens=0, budget=positions)
+    plans = [memory(shape, replace(load, recompute=on), microbatch=positions).activations for on in (False, True)]
     assert plans[0] - plans[1] == positions * 5 * (kept_per_block(shape) - 32 * 4)
 
 
@@ -81,9 +82,10 @@ def test_micro_batches_follow_the_model_and_not_below_a_floor() -> None:
 def test_rows_of_the_rollout_and_of_the_head_are_not_mixed_up() -> None:
     config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
     shape = Shape.of(config, 10**5, dtype="float32")
-    found = memory(shape, microbatch=5000, rows=8, prompts=2, prompt_tokens=16, completion_tokens=32)
+    load = Load(prompts=2, group=4, prompt_tokens=16, completion_tokens=32, budget=5000, rows=8)
+    found = memory(shape, load, microbatch=5000, rows=8, prompts=2)
     assert found.cache == 2 * 2 * 64 * (2 * 16 + 8 * 32) * 4 + 8 * 100 * 12
-    assert memory(shape, microbatch=5000).cache == 0
+    assert memory(shape, load, microbatch=5000).cache == 0
 
 
 @pytest.mark.parametrize(("dtype", "capability", "warned"), [

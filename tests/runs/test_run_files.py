@@ -19,9 +19,9 @@ from groupwise.errors import GroupwiseError, RunError
 from groupwise.runs import checkpoint, recorded
 from groupwise.runs.folder import FINAL, LogReader, check_final, choose_folder, unfinished
 from groupwise.runs.inputs import check_inputs
-from groupwise.runs.resume import check_reference
 from groupwise.runs.run import train
 from groupwise.runs.run_files import CHECKSUMS, RunFiles
+from groupwise.runs.saving import check_reference
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.report import report
 from groupwise.viewer.sources import open_sources

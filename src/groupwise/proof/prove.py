@@ -45,7 +45,7 @@ FLOAT32 = "set model.dtype to float32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Proof:
+class ModelProof:
     """What was compared, and where, and is equal."""
 
     family: str
@@ -74,7 +74,7 @@ class Proof:
 
 def prove(
     policy: Policy, *, longest: int = UNSAID, sampler: Sampler | None = None, train: bool = True, recompute: bool = False
-) -> Proof:
+) -> ModelProof:
     """Compare what a run does with a policy with the model's own pass.  Raises ConfigError for what differs.
 
     longest: tokens of the run's longest text.   sampler: its engine, if it samples in this process.
@@ -87,7 +87,7 @@ def prove(
     fields = kept.read(key)
     hits = comm.gather([fields is not None]) if policy.sharded else [fields is not None]
     if fields is not None and all(hits):
-        return replace(Proof(**fields), before=True)
+        return replace(ModelProof(**fields), before=True)
     case = _Case(policy, longest, sampler, train, recompute)
     try:
         with filled_adapter(policy):
@@ -127,7 +127,7 @@ class _Case:
             f"{self.family} cannot be trained like this: {path} does not equal the model's own forward pass ({said}); {remedy}"
         )
 
-    def proven(self) -> Proof:
+    def proven(self) -> ModelProof:
         """Raises ConfigError for what differs."""
         policy, paths = self.policy, list[str]()
         lower, types = policy.autocast or policy.dtype == torch.bfloat16, list[str]()
@@ -141,7 +141,7 @@ class _Case:
             texts, paths, worst = (texts, paths, worst) if types else coarse
             types.append("autocast" if policy.autocast else "bfloat16")
         name = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
-        return Proof(
+        return ModelProof(
             family=self.family,
             paths=tuple(paths),
             place=f"on {policy.device.type}{name} in {' and '.join(types)}",

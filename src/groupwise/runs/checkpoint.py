@@ -10,7 +10,7 @@
 
 A checkpoint is written under a temporary name, synced to disk, read back for its checksums and renamed; older ones go only after
 that.  So a process may be killed at any moment and the newest complete checkpoint is still there.  Everything is verified before it
-is used; no pickle is written, or read before that.  How a run goes on from one: `resume.py`.
+is used; no pickle is written, or read before that.  How a run goes on from one: `saving.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ What a recipe does not set is derived here and shown; a recipe that would train 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from groupwise.config.settings import Recipe
@@ -132,17 +131,10 @@ def process_memory(shape: Shape, load: Load, sharding: Sharding = ALONE, *, prom
     samples = load.rows > 0
     found = memory(
         shape,
+        load,
         microbatch=load.fullest(-(-load.prompts // sharding.world)),
         rows=min(load.rows, prompts * load.group),
         prompts=prompts if samples else 0,
-        prompt_tokens=load.prompt_tokens,
-        completion_tokens=load.completion_tokens,
-        reference=load.reference,
-        recompute=load.recompute,
-        rewards=load.rewards,
-        adapter=load.adapter,
-        prepared=load.prepared if samples else 0,
-        cpu=load.cpu,
     )
     if sharding.name == "ddp":
         return found
@@ -178,61 +170,43 @@ def prepared_weights(shape: Shape, *, cpu: bool) -> int:
     return shape.layers * shape.hidden * joined * shape.bytes_per_product
 
 
-def memory(
-    shape: Shape,
-    *,
-    microbatch: int,
-    rows: int = 0,
-    prompts: int = 0,
-    prompt_tokens: int = 0,
-    completion_tokens: int = 0,
-    reference: bool = False,
-    recompute: bool = False,
-    trained_share: float = 1.0,
-    rewards: int = 0,
-    adapter: int = 0,
-    prepared: int = 0,
-    cpu: bool = True,
-) -> MemoryPlan:
-    """Bytes of a step.
+def memory(shape: Shape, load: Load, *, microbatch: int, rows: int = 0, prompts: int = 0) -> MemoryPlan:
+    """Bytes of a step of one process.
 
     microbatch: positions of the largest forward and backward.   rows: completions decoded at the same time.
-    prompts, prompt_tokens, completion_tokens: of a rollout; the prompt's keys and values exist once per prompt.
-    recompute: gradient checkpointing.   trained_share: part of the positions that get logits.
-    rewards: what reward models take (`scoring_memory`).
-    adapter: parameters of a low-rank adapter, which then are all that is trained; the weights under it are the reference too.
-    prepared: bytes of weights that are laid out anew for decoding (`prepared_weights`).
+    prompts: of a rollout; the prompt's keys and values exist once per prompt.
     """
+    adapter = load.adapter
     trained = adapter or shape.parameters
     lower = shape.bytes_per_weight == 2
     kv = shape.kv_heads * shape.head_width
     stream = 4 if shape.bytes_per_weight == 4 else 2
     # Of a block that is computed again its inputs; the last is kept, and leaves its room to the others one by one.
-    recomputed = shape.layers - 1 if recompute else 0
+    recomputed = shape.layers - 1 if load.recompute else 0
     kept = recomputed * shape.hidden * stream + (shape.layers - recomputed) * kept_per_block(shape)
     # While a block goes backward: its MLP's activations and the gradients of its two inner products.
     working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
-    predicted = int(trained_share * microbatch)
-    chunk = min(predicted, chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden)) * shape.vocabulary
-    head = (chunk + 2 * predicted * shape.hidden) * shape.bytes_per_product
+    chunk = min(microbatch, chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden)) * shape.vocabulary
+    head = (chunk + 2 * microbatch * shape.hidden) * shape.bytes_per_product
     # Gradients that are summed in another type are made first; weights in the products' type, for the step.
     again = 4 * shape.vocabulary * shape.hidden if lower and not adapter else 0
     cast = shape.parameters * shape.bytes_per_product if shape.bytes_per_product != shape.bytes_per_weight else 0
     drawn = min(rows, chunk_rows(shape.vocabulary, 4))
-    keys = 2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
+    keys = 2 * shape.layers * kv * (prompts * load.prompt_tokens + rows * load.completion_tokens) * shape.bytes_per_product
+    prepared = load.prepared if load.rows else 0
     blocks = (shape.parameters - shape.outside) * shape.bytes_per_product if prepared else 0
     return MemoryPlan(
         weights=(shape.parameters + adapter) * shape.bytes_per_weight,
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
-        reference=shape.parameters * shape.bytes_per_weight if reference and not adapter else 0,
+        reference=shape.parameters * shape.bytes_per_weight if load.reference and not adapter else 0,
         activations=microbatch * kept + max(microbatch * working, head) + again + cast,
         cache=keys + drawn * shape.vocabulary * 4 * 3,
-        rewards=rewards,
+        rewards=load.rewards,
         prepared=prepared,
         # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have had pages of their own.
-        fragmentation=PIECES + keys + min(blocks, PIECES_OF_BLOCKS) if cpu else 0,
+        fragmentation=PIECES + keys + min(blocks, PIECES_OF_BLOCKS) if load.cpu else 0,
     )
 
 
@@ -376,8 +350,3 @@ def size(count: float) -> str:
         return f"{count:.0f} B"
     power = 1 if count < 1 << 20 else 2 if count < 1 << 30 else 3
     return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
-
-
-def longest(lengths: Sequence[int]) -> int:
-    """The largest length; 0 of nothing."""
-    return max(lengths, default=0)

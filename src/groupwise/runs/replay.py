@@ -36,8 +36,8 @@ from groupwise.runs.folder import CONFIG, ENVIRONMENT, FINAL, LARGEST_CONFIG, at
 from groupwise.runs.job import Learner, make_learner
 from groupwise.runs.origin import Origin
 from groupwise.runs.prepare import blueprint_of, modelled, sampling_of
-from groupwise.runs.resume import REFERENCE, check_reference, reader
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.saving import REFERENCE, check_reference, reader
 from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.metric_table import find

@@ -31,9 +31,8 @@ from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.job import Job, Judged
 from groupwise.runs.model_card import write_card
 from groupwise.runs.policies import fit_threads
-from groupwise.runs.resume import REFERENCE, check_reference, newest_checkpoint, resumed_job
 from groupwise.runs.run_files import RunFiles
-from groupwise.runs.saving import Saver, set_failure_hint
+from groupwise.runs.saving import REFERENCE, Saver, check_reference, newest_checkpoint, resumed_job, set_failure_hint
 from groupwise.runs.signals import endings
 from groupwise.runs.stage_outputs import resolved
 from groupwise.runs.trust import seal

@@ -172,21 +172,19 @@ class Pages:
 
     def search(self, asked: Parameters) -> Json:
         """Completions that hold what is asked for."""
-        i = self._number(asked)
-        return questions.search(
-            self._source(asked),
-            self.indexes[i],
+        query = questions.Query(
             text=asked.get("text", ""),
             prompt=asked.get("prompt", ""),
+            function=asked.get("function", ""),
             low=_real(asked, "low"),
             high=_real(asked, "high"),
-            function=asked.get("function", ""),
             finish=asked.get("finish", ""),
             first=_whole(asked, "first"),
             last=_whole(asked, "last"),
-            cursor=_whole(asked, "cursor"),
             kind=self._kind(asked),
         )
+        index = self.indexes[self._number(asked)]
+        return questions.search(self._source(asked), index, query, cursor=_whole(asked, "cursor"))
 
     def why(self, asked: Parameters) -> Json:
         """What changed between two stretches of steps; where none are named, those between which the reward moved most."""

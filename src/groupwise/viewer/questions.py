@@ -9,6 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -44,97 +45,92 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 # ---------------------------------------------------------------- search
 
 
-def search(
-    source: CompletionSource,
-    index: Index,
-    *,
-    text: str = "",
-    prompt: str = "",
-    low: float | None = None,
-    high: float | None = None,
-    function: str = "",
-    finish: str = "",
-    first: int | None = None,
-    last: int | None = None,
-    kind: str = TRAINING,
-    cursor: int | None = None,
-    budget: float = BUDGET,
-) -> Json:
-    """Completions, newest step first, that hold `text`, answer a prompt that holds `prompt`, and so on; whole steps at a time.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Query:
+    """What a search looks for; what is left empty matches everything."""
 
-    low, high: of the reward, or of the reward `function`.   cursor: the step to go on with.
-    `next` is the step to go on with, None at the end; `seen` counts the steps that were looked at.
+    text: str = ""
+    """Part of a completion, in upper or lower case."""
+    prompt: str = ""
+    """Part of its prompt."""
+    function: str = ""
+    """The reward function that `low` and `high` are about; empty: the combined reward."""
+    low: float | None = None
+    high: float | None = None
+    finish: str = ""
+    first: int | None = None
+    """First and last step."""
+    last: int | None = None
+    kind: str = TRAINING
+
+    @property
+    def ranged(self) -> bool:
+        """True if rewards outside of a range are left out."""
+        return self.low is not None or self.high is not None
+
+
+def search(source: CompletionSource, index: Index, query: Query, *, cursor: int | None = None, budget: float = BUDGET) -> Json:
+    """Completions that match a query, newest step first; whole steps at a time.
+
+    cursor: the step to go on with.   `next`: the same for the next call, None at the end.   `seen` counts the steps looked at.
     """
     steps = [
         step
-        for step in reversed(source.steps(kind))
-        if (first is None or step >= first) and (last is None or step <= last) and (cursor is None or step <= cursor)
+        for step in reversed(source.steps(query.kind))
+        if (query.first is None or step >= query.first)
+        and (query.last is None or step <= query.last)
+        and (cursor is None or step <= cursor)
     ]
     began, found, seen = time.monotonic(), [], 0
     for step in steps:
         if seen and (len(found) >= PAGE or time.monotonic() - began > budget):
             return {"found": found, "next": step, "seen": seen, "left": len(steps) - seen}
         seen += 1
-        entry = index.entry(step) if kind == TRAINING else None
+        entry = index.entry(step) if query.kind == TRAINING else None
         if entry is not None:
-            if finish and finish not in entry.finish:
+            if query.finish and query.finish not in entry.finish:
                 continue
-            if not function and (low is not None or high is not None) and not _within(entry.reward, low, high).any():
+            if not query.function and query.ranged and not _within(entry.reward, query.low, query.high).any():
                 continue
-        found += _matches(source, step, kind, text, prompt, low, high, function, finish)
+        found += _matches(source, step, query)
     return {"found": found, "next": None, "seen": seen, "left": 0}
 
 
-def _matches(
-    source: CompletionSource,
-    step: int,
-    kind: str,
-    text: str,
-    prompt: str,
-    low: float | None,
-    high: float | None,
-    function: str,
-    finish: str,
-) -> list[Json]:
-    judged = f"rewards/{function}" if function else "reward"
+def _matches(source: CompletionSource, step: int, query: Query) -> list[Json]:
+    judged = f"rewards/{query.function}" if query.function else "reward"
     names = {"group", "index", "prompt_text", "completion_text", "reward", "finish", "trained", "row", judged}
     try:
-        table = source.table(step, sorted(names), kind)
+        table = source.table(step, sorted(names), query.kind)
     except DataError:
         return []
     kept = np.ones(len(table), bool)
-    if low is not None or high is not None:
-        kept &= _within(numbers(table, judged), low, high)
-    if finish:
-        kept &= np.array([value == finish for value in table.column("finish").to_pylist()], bool)
-    for wanted, name in ((text, "completion_text"), (prompt, "prompt_text")):
+    if query.ranged:
+        kept &= _within(numbers(table, judged), query.low, query.high)
+    if query.finish:
+        kept &= np.array([value == query.finish for value in table.column("finish").to_pylist()], bool)
+    for wanted, name in ((query.text, "completion_text"), (query.prompt, "prompt_text")):
         if wanted and kept.any():
             hit = pc.match_substring(table.column(name), wanted, ignore_case=True)  # type: ignore[attr-defined]
             kept &= np.array(hit.to_pylist(), dtype=object) == True  # noqa: E712 - null is not a hit
     places = np.flatnonzero(kept)
     if not places.size:
         return []
-    rows = table.take(pa.array(places))
-    lengths, finishes = lengths_of(rows), rows.column("finish").to_pylist() if "finish" in rows.column_names else [""] * len(rows)
-    columns = (rows.column(name).to_pylist() for name in ("group", "index", "completion_text", "prompt_text"))
-    scores = plain(numbers(rows, "reward"))
-    data = rows.column("row").to_pylist() if "row" in rows.column_names else [None] * len(rows)
+    rows = table.take(pa.array(places)).to_pylist()
+    lengths, values = lengths_of(table)[places], plain(numbers(table, judged)[places])
     return [
         {
             "step": step,
-            "group": group,
-            "index": place,
-            "reward": score,
+            "group": row["group"],
+            "index": row["index"],
+            "reward": plain(np.array([row["reward"]], float))[0],
             "value": value,
-            "finish": ended or "",
+            "finish": row.get("finish") or "",
             "length": int(length),
-            "excerpt": _around(said or "", text),
-            "prompt": excerpt(asked or ""),
-            "answer": _gold(row),
+            "excerpt": _around(row["completion_text"] or "", query.text),
+            "prompt": excerpt(row["prompt_text"] or ""),
+            "answer": _gold(row.get("row")),
         }
-        for group, place, said, asked, score, value, length, ended, row in zip(
-            *columns, scores, plain(numbers(rows, judged)), lengths, finishes, data, strict=True
-        )
+        for row, value, length in zip(rows, values, lengths, strict=True)
     ]
 
 
