@@ -39,16 +39,19 @@ class Saver:
         """keep: newest checkpoints that stay."""
         self.folder, self.job, self.keep = folder, job, keep
         self._writing: Future[None] | None = None
-        self._step = 0
+        self._saved = 0
+        """The last step that was saved."""
 
     def save(self, step: int, state: Mapping[str, Any], *, alone: bool = False) -> None:
-        """Save the job as it is now, with `state` beside it; returns when what is saved may change again.
+        """Save the job as it is now, with `state` beside it, once; returns when what is saved may change again.
 
         alone: other processes may be lost: nothing is exchanged with them, so a sharded policy cannot be saved.
         Raises StorageError on all processes, if not now then at the next call or in `wait`.
         """
         self.wait()
-        self._step, policy, tensors = step, self.job.policy, self.job.tensors()
+        if step == self._saved:
+            return
+        policy, tensors = self.job.policy, self.job.tensors()
         weights = sum(parameter.nbytes for parameter in policy.model.parameters())
         if not isinstance(policy, ShardedPolicy):
             write = partial(
@@ -66,6 +69,7 @@ class Saver:
             elif comm.world().first:
                 write()
             set_failure_hint(checkpoint.latest(self.folder) if alone else checkpoint.place(self.folder, step))
+            self._saved = step
             return
         needed = weights + sum(tensor.nbytes for tensor in tensors.values())
         temporary = comm.from_first(lambda: checkpoint.begin(self.folder, step, needed))
@@ -73,7 +77,8 @@ class Saver:
             parts = policy.parts()
             staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
             group = comm.open_aside()
-            self._writing = threads.begin(lambda: self._write(temporary, dict(state), policy, parts, staged, group), "checkpoint")
+            work = (temporary, step, dict(state), policy, parts, staged, group)
+            self._writing = threads.begin(lambda: self._write(*work), "checkpoint")
 
     def wait(self) -> None:
         """Return when everything is on the disk.  Raises StorageError or PeerError if it could not be written."""
@@ -84,13 +89,14 @@ class Saver:
     def _write(
         self,
         temporary: Path,
+        step: int,
         state: Mapping[str, Any],
         policy: ShardedPolicy,
         parts: Mapping[str, Tensor],
         staged: sharded_checkpoint.Staged,
         group: Any,
     ) -> None:
-        here, step = comm.world(), self._step
+        here = comm.world()
 
         def write() -> None:
             staged.write(group)
@@ -100,6 +106,7 @@ class Saver:
 
         checkpoint.complete(temporary, step, write, keep=self.keep, rank=here.rank, size=here.size, together=_together)
         set_failure_hint(checkpoint.place(self.folder, step))
+        self._saved = step
 
 
 def _together(work: Callable[[], Found]) -> list[Found]:
