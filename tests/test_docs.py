@@ -48,7 +48,8 @@ from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
-from groupwise.runs.progress import COLUMNS, FLAGS, LOSS, Progress
+from groupwise.runs.flags import FLAGS
+from groupwise.runs.progress import COLUMNS, LOSS, Progress
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
 from groupwise.training.online import improve, train_online, with_reference

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
-from groupwise.runs.progress import FLAGS, Progress, duration, escaped, flags, make_console, safe
+from groupwise.runs.flags import FLAGS, flags
+from groupwise.runs.progress import Progress, duration, escaped, make_console, safe
 
 PAYLOADS = [
     "[/oops]",
@@ -152,7 +153,7 @@ def test_health_flags() -> None:
     assert flags([good] * 20) == []
     assert flags([]) == []
     assert flags([good] * 20 + [bad] * 10) == flags([bad])
-    assert [line.split()[0].replace("90", "groups/dead") for line in flags([bad])] == [f.metric for f in FLAGS if f.metric in bad]
+    assert [line.split()[0] for line in flags([bad])] == [f.metric for f in FLAGS if f.metric in bad]
     assert flags([bad] * 20 + [good] * 10) == []  # what is over is over
 
 
@@ -161,18 +162,18 @@ COLLAPSED = {"groups/dead": 1.0, "entropy": 0.001, "completions/duplicates": 1.0
 
 def test_solved_groups_raise_no_collapse_warning() -> None:
     solved = flags([COLLAPSED | {"groups/solved": 0.87, "groups/failed": 0.0}])
-    assert solved == ["87 % of the groups are solved: make the prompts harder, or stop here"]
+    assert solved == ["groups/solved 87%: most groups are solved. Stop here, or go on with harder prompts."]
     lost = flags([COLLAPSED | {"groups/solved": 0.0, "groups/failed": 1.0}])
-    assert lost[0] == "100 % of the groups hold no right completion: make the prompts easier, or start from SFT"
+    assert lost[0].startswith("groups/failed 100%: most groups hold no right completion. Easier prompts, a better start (SFT)")
     assert [line.split()[0] for line in lost[1:]] == ["entropy", "completions/duplicates"]
     mixed = flags([COLLAPSED | {"groups/solved": 0.5, "groups/failed": 0.5}])
-    assert [line.split()[0] for line in mixed] == ["100", "entropy", "completions/duplicates"]
+    assert [line.split()[0] for line in mixed] == ["groups/dead", "entropy", "completions/duplicates"]
 
 
 def test_a_run_that_trains_nothing_is_flagged_once() -> None:
     nothing = {"groups/dead": 1.0, "tokens/trained": 0.0, "completions/clipped_ratio": 1.0}
     assert [line.split()[0] for line in flags([nothing])] == ["tokens/trained", "completions/clipped_ratio"]
-    assert "cut off and masked (group.truncated: mask)" in flags([nothing])[0]
+    assert "group.truncated: keep" in flags([nothing])[0]
     assert flags([nothing | {"tokens/trained": 7.0, "completions/clipped_ratio": 0.0}]) != []
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from groupwise.records import Step
+from groupwise.runs.flags import flags
 from groupwise.utils.terminal import escaped
 
 Plan = Sequence[tuple[str, str]]
@@ -87,110 +88,8 @@ LOSS = Column("loss", "loss", _number)
 """For objectives that learn from data, whose loss does mean something."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A warning: a metric beyond a bound, and what to do about it."""
-
-    metric: str
-    wrong: Callable[[float], bool]
-    says: str
-    solved: bool = False
-    """It also comes of success: where most groups are solved it says nothing."""
-
-
-MOST = 0.8
-"""Share of the groups from which on they are most of them."""
-FLAGS = (
-    Flag("groups/solved", lambda v: v > MOST, "of the groups are solved: make the prompts harder, or stop here"),
-    Flag("groups/failed", lambda v: v > MOST, "of the groups hold no right completion: make the prompts easier, or start from SFT"),
-    Flag(
-        "tokens/trained",
-        lambda v: v < 1,
-        "nothing was trained: no rewards differ within a group, or every completion is cut off and masked (group.truncated: mask)",
-        solved=True,
-    ),
-    Flag(
-        "groups/dead",
-        lambda v: v > MOST,
-        "of the groups are dead, because their rewards are equal or all of them is masked: prompts too easy or too hard",
-        solved=True,
-    ),
-    Flag("completions/clipped_ratio", lambda v: v > 0.5, "of the completions hit the length limit: raise rollout.max_new_tokens"),
-    Flag(
-        "entropy",
-        lambda v: v < 0.01,
-        "nats of entropy: the policy hardly explores any more; lower optimizer.lr or stop earlier",
-        solved=True,
-    ),
-    Flag("mismatch/max", lambda v: v > 0.1, "nats between sampled and scored log-probs: run `groupwise check`"),
-    Flag(
-        "completions/duplicates",
-        lambda v: v > 0.8,
-        "of the completions were the same text: the policy has collapsed",
-        solved=True,
-    ),
-    Flag("skipped_updates", lambda v: v > 0, "updates skipped for a loss or gradient that was not finite: lower optimizer.lr"),
-    Flag(
-        "kl/guarded",
-        lambda v: v > 0,
-        "tokens lay so far from the reference that the KL was cut: lower optimizer.lr or raise group.beta",
-    ),
-    Flag(
-        "value/explained",
-        lambda v: v < 0.0,
-        "of the returns' variance is explained by the critic, less than by their mean: change critic.lr, set critic.pretrain, "
-        "or give it a backbone of its own (critic.path)",
-        solved=True,
-    ),
-    Flag("reward", lambda v: math.isnan(v), "reward: no completion could be scored; try `groupwise score`"),
-)
-SHARES = ("groups/solved", "groups/failed", "groups/dead", "completions/clipped_ratio", "completions/duplicates")
-"""Metrics that are shares, and are said in percent."""
 RECENT = 10
 """Steps over which the summary averages."""
-
-
-def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
-    """The warnings that the last steps raise, one line each; empty if there are none.
-
-    history: metrics of each step, oldest first.
-
-    >>> flags([{"completions/clipped_ratio": 0.9, "entropy": 0.5}])
-    ['completions/clipped_ratio 90%: of the completions hit the length limit: raise rollout.max_new_tokens']
-    >>> flags([{"groups/solved": 0.87, "groups/dead": 0.9, "entropy": 0.001, "completions/duplicates": 0.9}])
-    ['87 % of the groups are solved: make the prompts harder, or stop here']
-    """
-    found = []
-    for flag, mean in raised(history):
-        if flag.metric.startswith("groups/"):
-            found.append(f"{mean:.0%} {flag.says}".replace("% ", " % ", 1))
-        else:
-            shown = _percent(mean) if flag.metric in SHARES else _number(mean)
-            found.append(f"{flag.metric} {shown}: {flag.says}")
-    return found
-
-
-def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Flag, float]]:
-    """The flags that the last steps raise, each with its metric's mean over them.
-
-    What success looks like (dead groups, the same texts, no entropy) is no warning where most groups are solved; of flags with one
-    cause only the first is raised: nothing trained, all groups failed, dead groups.
-    """
-    recent = history[-RECENT:]
-    means = {}
-    for flag in FLAGS:
-        values = [metrics[flag.metric] for metrics in recent if flag.metric in metrics]
-        if values:
-            means[flag.metric] = float(np.mean(values))
-    solved, failed = (means.get(f"groups/{name}", 0.0) > MOST for name in ("solved", "failed"))
-    found = []
-    for flag in FLAGS:
-        if flag.metric not in means or not flag.wrong(mean := means[flag.metric]) or (flag.solved and solved):
-            continue
-        if flag.metric in ("tokens/trained", "groups/dead") and (failed or any(one.metric == "tokens/trained" for one, _ in found)):
-            continue
-        found.append((flag, mean))
-    return found
 
 
 def duration(seconds: float) -> str:

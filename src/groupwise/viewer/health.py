@@ -1,7 +1,6 @@
-"""The health of a run: its warnings in plain words, the few figures that say most, and its metrics by subject.
+"""The health of a run: its flags (`runs.flags`), the few figures that say most, and its metrics by subject.
 
-`progress.raised` decides when a warning is raised; the texts here explain it to readers who do not know the metric.  Units and
-subjects of metrics come from the metric table.
+Units and subjects of metrics come from the metric table.
 """
 
 from __future__ import annotations
@@ -9,84 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from groupwise.runs.progress import RECENT, SHARES, raised
+from groupwise.runs.flags import RECENT, raised
 from groupwise.training.metric_table import METRICS, find
-
-
-class Words(NamedTuple):
-    """The text of a warning: what is wrong, what it means, what to do."""
-
-    title: str
-    meaning: str
-    remedy: str
-
 
 SHOWN = 10
 """Files that a warning names."""
-
-WORDS = {
-    "groups/solved": Words(
-        "Most groups are solved",
-        "Every completion is right in {share} of the groups: there is little left to learn from these prompts.",
-        "Stop here, or go on with harder prompts.",
-    ),
-    "groups/failed": Words(
-        "Most groups hold no right completion",
-        "No completion is right in {share} of the groups, so nothing says what would be better.",
-        "Easier prompts, a better start (SFT), a larger group.group_size, partial rewards.",
-    ),
-    "tokens/trained": Words(
-        "Nothing is trained",
-        "Rewards are equal within every group, or every completion is cut off and masked.",
-        "Raise rollout.max_new_tokens, or set group.truncated: keep; else as for dead groups: other prompts, a better start.",
-    ),
-    "groups/dead": Words(
-        "Most groups are dead",
-        "{share} of the groups teach nothing: all their completions got one reward, or were masked.",
-        "Too hard: easier prompts, a better start (SFT), a larger group.group_size, partial rewards. Too easy: harder prompts. "
-        "Half of both: objective dapo, or group.dead_groups: refill.",
-    ),
-    "completions/clipped_ratio": Words(
-        "Most completions are cut off",
-        "{share} of the completions hit the length limit before they ended.",
-        "Raise rollout.max_new_tokens; check that the end token can be sampled (groupwise check); reward stopping (soft_overlong).",
-    ),
-    "entropy": Words(
-        "The policy no longer explores",
-        "Its entropy is {value} nats: it is sure of nearly every token.",
-        "Lower optimizer.lr, stop earlier, clip higher (dapo), or give group.entropy_bonus.",
-    ),
-    "mismatch/max": Words(
-        "What is sampled is not what is scored",
-        "The same token under the same weights gets log-probs {value} nats apart; rounding explains 0.00001 to 0.01.",
-        "groupwise check RECIPE says where.",
-    ),
-    "completions/duplicates": Words(
-        "The group says one thing again and again",
-        "{share} of the completions repeat another of their group, token for token.",
-        "The policy has collapsed, or rollout.temperature is too low.",
-    ),
-    "skipped_updates": Words(
-        "Updates were skipped",
-        "{value} updates a step were not made, because a loss or a gradient was not finite.",
-        "Lower optimizer.lr; look at the rewards' range.",
-    ),
-    "kl/guarded": Words(
-        "Tokens far off the reference",
-        "{value} tokens a step lie 20 nats or more from the reference.",
-        "Lower optimizer.lr, or raise group.beta.",
-    ),
-    "value/explained": Words(
-        "The critic explains nothing",
-        "Its values are farther from the returns than their mean is ({value} of the variance explained).",
-        "Raise or lower critic.lr, train it first (critic.pretrain), or give it a backbone of its own (critic.path).",
-    ),
-    "reward": Words(
-        "Nothing could be scored", "Every reward function said None to every completion.", "Try them: groupwise score."
-    ),
-}
 
 FIGURES = (
     ("reward", "Reward", "mean of the step's completions"),
@@ -112,13 +40,10 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
     >>> flags([{"groups/dead": 0.9, "entropy": 0.5}])[0]["title"]
     'Most groups are dead'
     """
-    found = []
-    for flag, value in raised(history):
-        words = WORDS[flag.metric]
-        shown = "NaN" if math.isnan(value) else f"{value:.3g}"
-        meaning = words.meaning.format(share=f"{value:.0%}" if flag.metric in SHARES else "", value=shown)
-        found.append({"metric": flag.metric, "title": words.title, "meaning": meaning, "remedy": words.remedy})
-    return found
+    return [
+        {"metric": flag.metric, "title": flag.title, "meaning": flag.said(value), "remedy": flag.remedy}
+        for flag, value in raised(history)
+    ]
 
 
 def unread(problems: Sequence[str]) -> list[dict[str, str]]:
