@@ -1,18 +1,15 @@
-"""`groupwise replay`: what a replay found, for people and as JSON."""
+"""What a replay found, for people and as JSON."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from groupwise.runs.prepare import algorithm_line
-from groupwise.runs.replay import REACH, TIMES, Figure, Replay, ReplayedStep, replay
-from groupwise.utils.terminal import escaped
+from groupwise.runs.replay import TIMES, Figure, Replay, ReplayedStep
 
 SHOWN = (
     "rewards, added up",
@@ -29,31 +26,6 @@ SHOWN += ("weights after the step", "optimizer after the step")
 """Figures that are always printed; of the others, those that differ."""
 MOST = 3
 """Groups and completions that are named."""
-
-
-def replay_step(
-    folder: str | Path,
-    number: int,
-    changes: Sequence[str] = (),
-    *,
-    model: bool = True,
-    reach: int | None = None,
-    as_json: bool = False,
-    tokens: bool = False,
-) -> int:
-    """Replay a step and print what was found.  Returns 0 if every number that was computed again is the recorded one, else 1.
-
-    reach: recorded steps to train again, at most; default REACH.
-    tokens: the JSON holds the gradient with respect to every log-prob too.
-    """
-    replayed = replay(folder, number, changes, model=model, reach=REACH if reach is None else reach)
-    if not as_json:
-        print(escaped(render(replayed)))
-    elif tokens:
-        print(json.dumps({**as_dict(replayed), "tokens": token_gradients(replayed)}, allow_nan=False))
-    else:
-        print(json.dumps(as_dict(replayed), indent=1, allow_nan=False))
-    return 0 if replayed.same else 1
 
 
 def render(replayed: Replay) -> str:

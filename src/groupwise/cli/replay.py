@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
@@ -29,16 +30,18 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Replay and print; 1 if a number differs."""
-    from groupwise.api.replay_report import replay_step
+    from groupwise.api.replay_report import as_dict, render, token_gradients
+    from groupwise.runs.replay import REACH, replay
+    from groupwise.utils.terminal import escaped
 
     if given.tokens and not given.json:
         raise ConfigError("--tokens is a part of the JSON: say --json too")
-    return replay_step(
-        given.folder,
-        given.step,
-        given.changes,
-        model=not given.no_model,
-        reach=given.reach,
-        as_json=given.json,
-        tokens=given.tokens,
-    )
+    reach = REACH if given.reach is None else given.reach
+    replayed = replay(given.folder, given.step, given.changes, model=not given.no_model, reach=reach)
+    if not given.json:
+        print(escaped(render(replayed)))
+    elif given.tokens:
+        print(json.dumps({**as_dict(replayed), "tokens": token_gradients(replayed)}, allow_nan=False))
+    else:
+        print(json.dumps(as_dict(replayed), indent=1, allow_nan=False))
+    return 0 if replayed.same else 1

@@ -1,6 +1,6 @@
 """What a run knows before any weights are loaded: its data, its reward functions, its algorithm, and the plan in words.
 
-`plan_of` is all that `groupwise train --dry-run` needs.  `build.py` makes a job of what is prepared here.
+`plan_of` is all that `groupwise train --dry-run` needs.  `job.py` makes a job of what is prepared here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The health of a run: its flags (`runs.flags`), the few figures that say most, and its metrics by subject.
+"""The health of a run: its flags (`runs/flags.py`), the few figures that say most, and its metrics by subject.
 
 Units and subjects of metrics come from the metric table.
 """
