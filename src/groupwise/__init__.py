@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from groupwise.algorithms.registry import ALGORITHMS, resolve
     from groupwise.api.evaluate import EvalReport, evaluate
+    from groupwise.api.from_trl import from_trl
     from groupwise.api.loaded_policy import LoadedPolicy, load_policy, make_policy
     from groupwise.api.train import Training, train
     from groupwise.config import settings
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "train": "api.train",
     "Training": "api.train",
+    "from_trl": "api.from_trl",
     "settings": "config",
     "load_recipe": "config.recipes",
     "load_stages": "config.recipes",
@@ -79,7 +81,7 @@ _WHERE = {
 __all__ = [
     "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy",
     "Prompt", "Recipe", "Rollout", "Sample", "Sampling", "Scored", "Step", "Training", "build_rewards", "evaluate",
-    "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "resolve", "score", "settings", "train",
+    "from_trl", "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "resolve", "score", "settings", "train",
     "train_offline", "train_online", "update",
 ]  # fmt: skip
 

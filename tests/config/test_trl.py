@@ -14,12 +14,12 @@ import yaml
 from transformers import TrainingArguments
 
 from groupwise.cli.commands import main
-from groupwise.config.import_trl import DEFAULTS, OWN_DEFAULTS, Imported, import_trl
+from groupwise.config.import_trl import Imported, import_trl
 from groupwise.config.recipes import load_recipe
 from groupwise.config.schema import describe, lookup
 from groupwise.config.settings import ScratchSettings
 from groupwise.config.trl import FATES, TABLE
-from groupwise.config.trl_files import KINDS
+from groupwise.config.trl_convert import DEFAULTS, KINDS, OWN_DEFAULTS
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.models.scratch import scratch_model

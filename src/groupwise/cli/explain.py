@@ -31,8 +31,8 @@ def run(given: argparse.Namespace) -> int:
     if given.run_folder is None and given.step is not None:
         raise ConfigError("--step is one of a run: groupwise explain RUN --step N")
     if given.preset is not None:
-        from groupwise.config.schema import closest
         from groupwise.config.settings import ONLINE
+        from groupwise.utils.spelling import closest
 
         if given.preset not in ONLINE and ":" not in given.preset:  # refused before torch is imported
             near = closest(given.preset, ONLINE)

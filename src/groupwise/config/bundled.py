@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from groupwise.config import schema
 from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
-from groupwise.utils.spelling import near_path
+from groupwise.utils.spelling import closest, near_path
 
 
 def recipe_folder() -> Path:
@@ -32,7 +31,7 @@ def find_recipe(path: str | Path) -> Path:
         return bundled[str(path)]
     if file.is_dir():
         raise ConfigError(f"{str(path)!r} is a folder; a recipe is a .yaml file")
-    near = schema.closest(str(path), list(bundled)) or near_path(file)
+    near = closest(str(path), list(bundled)) or near_path(file)
     raise ConfigError(f"no such recipe {str(path)!r}: neither a file nor one of {', '.join(bundled) or 'the bundled ones'}{near}")
 
 

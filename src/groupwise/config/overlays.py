@@ -14,6 +14,7 @@ from groupwise.config import schema
 from groupwise.config.settings import BY_NAME
 from groupwise.config.strict_yaml import Document, Path, Place, Problem, parse_value
 from groupwise.config.validation import STAGE
+from groupwise.utils.spelling import closest
 
 ALTERNATIVES = {
     "model.path": ("model.scratch",),
@@ -81,7 +82,7 @@ def stage_documents(root: Document, changes: Sequence[Change], problems: list[Pr
         elif stages is None:
             problems.append(Problem(change.place(()).where, "this recipe holds no stages"))
         elif len(path) < 3 or path[1] not in documents:
-            near = schema.closest(path[1], list(documents)) if len(path) > 1 else ""
+            near = closest(path[1], list(documents)) if len(path) > 1 else ""
             message = f"write stages.NAME.key=value with one of the stages {', '.join(documents)}{near}"
             problems.append(Problem(change.place(()).where, message))
         else:

@@ -30,6 +30,7 @@ from groupwise.config.validation import STAGE, validate_recipe
 from groupwise.errors import ConfigError, GroupwiseError, Problems
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import REDACTED, redacted
+from groupwise.utils.spelling import closest
 
 NEUTRAL = ("save.", "parallel.", "runs", "name", "threads")
 """Keys that may change when a run is resumed: they do not say what is computed."""
@@ -332,7 +333,7 @@ def _message(key: str, kind: str, value: Any, text: str = "") -> str:
         return f"{got} (braces and brackets have a meaning in YAML: write the text in quotes)"
     if isinstance(value, str) and setting.expected.startswith("one of "):
         choices = setting.expected.removeprefix("one of ").removesuffix(", or null").split(", ")
-        return got + schema.closest(value, choices)
+        return got + closest(value, choices)
     return got
 
 

@@ -241,12 +241,6 @@ def suggestion(key: str) -> str:
     return f" (`groupwise config {inside}` lists the keys)" if inside else " (`groupwise config` lists all keys)"
 
 
-def closest(word: str, words: Sequence[str]) -> str:
-    """` (did you mean ...?)` for a misspelt choice, or an empty string."""
-    near = nearest(word, words)
-    return "" if near is None else f" (did you mean {near}?)"
-
-
 def first_sentence(text: str) -> str:
     """For one line of a list."""
     end = text.find(". ")

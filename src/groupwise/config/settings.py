@@ -156,6 +156,8 @@ TASKS = (
 )
 """Built-in generated tasks: the rows of `data.tasks.TASKS` (a test compares them)."""
 
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+"""Endings of files of rows."""
 
 ControlTokens = Literal["warn", "plain", "drop", "error"]
 """What becomes of control tokens in the text of messages."""

@@ -93,10 +93,10 @@ class Document:
     def _find(self, path: Path) -> tuple[Any, bool]:
         here: Any = self.values
         for key in path:
-            inside = key < len(here) if isinstance(here, list) and isinstance(key, int) else isinstance(here, dict) and key in here
-            if not inside:
+            if (isinstance(here, dict) and key in here) or (isinstance(here, list) and isinstance(key, int) and key < len(here)):
+                here = here[key]
+            else:
                 return None, False
-            here = here[key]
         return here, True
 
     def place(self, path: Path) -> Place:

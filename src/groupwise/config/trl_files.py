@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import ast
 import itertools
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.strict_yaml import dump, parse, parse_value
-from groupwise.config.trl import CALLS, TABLE, Argument, Fate
+from groupwise.config.strict_yaml import parse_value
+from groupwise.config.trl import CALLS, TABLE, Argument
+from groupwise.config.trl_convert import KINDS, Fate, Line, Named, RewardModel, flow, mapping_of, parallel_of
 from groupwise.errors import ConfigError
 
-KINDS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "RewardConfig": "reward", "DPOConfig": "dpo"}
-"""TRL's classes and the objective of each."""
 TELLING = {
     "RLOOConfig": ("normalize_advantages", "reward_clip_range"),
     "GRPOConfig": ("num_generations", "max_completion_length", "reward_funcs", "reward_weights", "num_iterations", "scale_rewards"),
@@ -31,20 +28,6 @@ TELLING = {
 }
 """Arguments by which a configuration without a class is known; the first class of which one is there is meant."""
 SHELL_SCRIPTS = (".sh", ".bash")
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One argument, and what became of it."""
-
-    name: str
-    value: Any
-    fate: Fate | None
-    """None: TRL has no such argument, or its value could not be read."""
-    says: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {short(self.value)}" + (f"  ({self.says})" if self.says else "")
 
 
 def read_arguments(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
@@ -59,35 +42,6 @@ def read_arguments(text: str, file: Path, kind: str | None) -> tuple[str, dict[s
         return _of_command(text, file, kind)
     given = mapping_of(text, file)
     return kind or _kind_of(given, file), given, []
-
-
-def short(value: Any) -> str:
-    """A value in one line of 60 characters at most."""
-    text = json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else str(value)
-    text = " ".join(text.split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def flow(value: Any) -> str:
-    """A value in one line of YAML."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(flow, value)) + "]"
-    if isinstance(value, str):
-        plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[A-Za-z]\w*)?", value) and dump({"a": value}) == f"a: {value}\n"
-        return value if plain else json.dumps(value, ensure_ascii=False)
-    return dump({"a": value}).removeprefix("a: ").strip()
-
-
-def mapping_of(text: str, file: Path) -> dict[str, Any]:
-    """The arguments of a YAML or JSON file by name.  Raises ConfigError."""
-    document, problems = parse(text, file.name)  # JSON is YAML
-    if problems:
-        raise ConfigError(str(problems[0]))
-    if not isinstance(document.values, dict) or not document.values:
-        raise ConfigError(f"{file} holds no arguments by name: a mapping such as `learning_rate: 1e-6` is needed")
-    return document.values
 
 
 def _kind_of(given: Mapping[str, Any], file: Path) -> str:
@@ -178,20 +132,6 @@ def _plain(word: str) -> Any:
     return word if problems else document.values
 
 
-def parallel_of(given: object) -> str | dict[str, Any]:
-    """`parallel` for a configuration of DeepSpeed, of FSDP, or of accelerate, or for the name of its file."""
-    text = json.dumps(given, default=str).lower()
-    whole = "fsdp" in text and not re.search(r"grad_op|fsdp_reshard_after_forward\": false", text)
-    name = "zero3"
-    if not whole and not re.search(r'zero_?3|stage_?3|stage": 3|full_shard', text):
-        name = "zero2" if re.search(r'zero_?2|stage_?2|stage": 2|grad_op|fsdp', text) else "ddp" if "multi_gpu" in text else "auto"
-    return {"name": name, "offload": True} if name in ("zero2", "zero3") and OFFLOADED.search(text) else name
-
-
-OFFLOADED = re.compile(r'offload\w*": (\{[^{}]*"device": )?("cpu"|"nvme"|true)|fsdp": "[^"]*\boffload\b')
-"""What keeps parameters or the optimizer's state in host memory, in JSON."""
-
-
 def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
     """The class, the arguments that could be read, and lines for what else the script says."""
     try:
@@ -278,20 +218,6 @@ SFT_ORDER = ("model", "args", "data_collator", "train_dataset", "eval_dataset", 
 DPO_ORDER = ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A function or a class of a script, or that a script imports."""
-
-    name: str
-    place: str
-    """`module` or `path/to/file.py`: what a recipe writes before the name."""
-    moved: str = ""
-    """Why it must be moved to a file of its own; empty if it can be named where it is."""
-
-    def __str__(self) -> str:
-        return self.name
-
-
 class _Script:
     """The names of a script."""
 
@@ -368,10 +294,6 @@ def shown_path(file: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else file.name
 
 
-ROLLED = ("GRPOConfig", "RLOOConfig")
-"""Classes of runs that sample their own completions."""
-
-
 def _loaded(node: ast.expr | None, names: Mapping[str, ast.expr]) -> tuple[dict[str, Any], list[Line]]:
     """What `AutoModelForCausalLM.from_pretrained(PATH, ...)` behind a trainer's `model` says, and what of it is lost."""
     while isinstance(node, ast.Name) and node.id in names:
@@ -442,10 +364,6 @@ def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> tup
         case ast.Attribute(value=ast.Name(id="torch"), attr=name):
             return True, name
     return False, None
-
-
-class RewardModel(str):
-    """The folder or hub name of a reward model in the place of a function."""
 
 
 def _trains_when_imported(tree: ast.Module) -> bool:

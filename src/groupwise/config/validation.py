@@ -19,9 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 from groupwise.config.engines import ENGINES, engine_traits
 from groupwise.config.live_objects import LIVE
 from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
-from groupwise.config.schema import closest, show
+from groupwise.config.schema import show
 from groupwise.config.settings import (
     ALONE,
+    DATA_SUFFIXES,
     DATASET,
     OBJECTIVES,
     PART_OPTIONS,
@@ -39,7 +40,7 @@ from groupwise.config.settings import (
     verdict_of,
 )
 from groupwise.utils.files import expanded
-from groupwise.utils.spelling import near_path, nearest
+from groupwise.utils.spelling import closest, near_path, nearest
 
 Finding = tuple[tuple[str, ...], str]
 """The dotted keys that a check looked at, most telling first, and what is wrong with them."""
@@ -61,8 +62,6 @@ DIVERGING = ("distill", "minillm")
 
 PAIRED = ("reward", "dpo")
 """Objectives that learn from pairs, which an earlier stage can have sampled."""
-
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
 def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding]:

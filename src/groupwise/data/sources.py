@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from groupwise.config.live_objects import LIVE, Live, missing, short_digest
-from groupwise.config.validation import DATA_SUFFIXES, ROW
+from groupwise.config.settings import DATA_SUFFIXES
+from groupwise.config.validation import ROW
 from groupwise.errors import DataError
 from groupwise.utils.files import digest, expanded
 
@@ -490,7 +491,7 @@ READERS: Mapping[str, Callable[[Path, str], SourceRows]] = {
     ".json": _read_json,
     ".parquet": _read_parquet,
 }
-"""By suffix: (file, its name in messages) -> its rows.  `config.validation.DATA_SUFFIXES` lists the suffixes."""
+"""By suffix: (file, its name in messages) -> its rows.  `config.settings.DATA_SUFFIXES` lists the suffixes."""
 
 
 def fingerprint(path: str, split: str = "train") -> dict[str, Any]:

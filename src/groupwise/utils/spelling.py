@@ -27,6 +27,12 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     return max(likely, key=lambda one: alike[one]) if likely else None
 
 
+def closest(word: str, words: Iterable[str]) -> str:
+    """` (did you mean ...?)` for a misspelt choice, or an empty string."""
+    near = nearest(word, words)
+    return "" if near is None else f" (did you mean {near}?)"
+
+
 def near_path(path: Path) -> str:
     """` (did you mean ...?)` for a path that does not exist: what lies beside it under a similar name; or an empty string."""
     try:

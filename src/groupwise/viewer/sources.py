@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
+from groupwise.config.settings import DATA_SUFFIXES
 from groupwise.config.strict_yaml import parse
-from groupwise.config.validation import DATA_SUFFIXES
 from groupwise.data import vocabulary
 from groupwise.data.rollout_table import bounded_table, family, jsonable
 from groupwise.data.vocabulary import Vocabulary

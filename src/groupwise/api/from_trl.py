@@ -1,0 +1,164 @@
+"""A run from TRL's own objects: what a script hands to one of TRL's trainers, exactly.
+
+    training = gw.from_trl(GRPOConfig(...), model="my/model", reward_funcs=[check], train_dataset=rows)
+    print(training.summary())
+    for step in training: ...
+
+Every argument has its value, TRL's defaults included, and functions, rows and loaded models are the objects themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from groupwise.api.train import Training, train
+from groupwise.config.import_trl import Imported, translated
+from groupwise.config.trl import TABLE
+from groupwise.config.trl_convert import KINDS, Configuration, Line, RewardModel
+from groupwise.config.trl_files import LORA
+from groupwise.errors import ConfigError
+from groupwise.utils.terminal import logger
+
+log = logger(__name__)
+
+
+class TrlTraining(Training):
+    """A run that was made of TRL's objects."""
+
+    def __init__(self, imported: Imported, training: Training) -> None:
+        """Use `from_trl`."""
+        super().__init__(training.recipe, accept_changes=training.accept_changes)
+        self.imported = imported
+
+    def summary(self) -> str:
+        """What became of the arguments, and each that is lost or means something else."""
+        return self.imported.summary()
+
+
+def from_trl(
+    args: Any,
+    *,
+    model: Any = None,
+    processing_class: Any = None,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    **trainer: Any,
+) -> TrlTraining:
+    """The run that one of TRL's trainers would make of these arguments, checked and ready to go.  The same call resumes it.
+
+    args: a GRPOConfig, RLOOConfig, SFTConfig, RewardConfig or DPOConfig.
+    model: a checkpoint's folder or hub name, or a loaded transformers model, which comes with its tokenizer (`processing_class`).
+    trainer: what else the trainer is given: `reward_funcs`, `train_dataset`, `eval_dataset`, `tools`, `environment_factory`,
+    `peft_config` (a LoraConfig) and so on.   fresh, accept_changes: as in `train`.
+
+    What Groupwise does not have is said as a warning; `summary` says what became of every argument.
+    Raises ConfigError or DataError for what cannot be carried over at all, or where something is missing.
+    """
+    kind = next((name for name in (one.__name__ for one in type(args).__mro__) if name in KINDS), None)
+    if kind is None:
+        raise ConfigError(f"args is one of TRL's {', '.join(KINDS)}; got an object of {type(args).__name__}")
+    loaded = model is not None and not isinstance(model, str | os.PathLike)
+    values, given = _values(args), _changed(args)
+    lines: list[Line] = []
+    for name, value in {**trainer, "processing_class": None if loaded else processing_class}.items():
+        if value is None or value == (None, None):
+            continue
+        if name in CONVERTED:
+            given[name] = _functions(value) if name in ("reward_funcs", "tools") else value
+        elif name == "peft_config":
+            given |= _adapter(value, lines)
+        else:
+            row = TABLE.get(name)
+            lines.append(Line(name, str(value), row.fate if row else None, row.says if row else "no argument of TRL's trainers"))
+    if model is not None:
+        given["model_name_or_path"] = model if loaded else os.fspath(model)
+        values["dtype"] = _plain(getattr(model, "dtype", "float32"))
+    rows: Any = given.get("train_dataset")
+    for name in ("train_dataset", "eval_dataset"):
+        if name in given and not isinstance(given[name], str):
+            given[name] = _Rows(given[name])
+    trl = Configuration(
+        kind=kind,
+        given=given,
+        values=values,
+        devices=int(getattr(args, "world_size", 1)) * max(1, int(getattr(args, "n_gpu", 1))),
+        rows=len(rows) if hasattr(rows, "__len__") and not isinstance(rows, str) else None,
+    )
+    imported = translated(trl, lines)
+    if lost := [line for line in imported.lines if line.fate in ("missing", None)]:
+        log.warning("of TRL's arguments these are not carried over: %s", "; ".join(map(str, lost)))
+    keys = imported.tree()
+    keys["data"] = {key: value.rows if isinstance(value, _Rows) else value for key, value in keys.get("data", {}).items()}
+    tokenizer = processing_class if loaded else None
+    return TrlTraining(imported, train(**keys, tokenizer=tokenizer, fresh=fresh, accept_changes=accept_changes))
+
+
+CONVERTED = ("reward_funcs", "tools", "environment_factory", "train_dataset", "eval_dataset")
+"""Arguments of TRL's trainers that the table converts."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows, which no line shows."""
+
+    rows: Any
+
+    def __str__(self) -> str:
+        return f"{len(self.rows):,} rows" if hasattr(self.rows, "__len__") else type(self.rows).__name__
+
+
+def _adapter(config: Any, lines: list[Line]) -> dict[str, Any]:
+    """The arguments of a LoraConfig under the names of TRL's ModelConfig; adds lines for those that there are none for."""
+    values = _values(config)
+    found = {"use_peft": True} | {ours: values[name] for name, ours in LORA.items() if values.get(name) is not None}
+    if isinstance(targets := found.get("lora_target_modules"), set):
+        found["lora_target_modules"] = sorted(targets)
+    for name, value in _changed(config).items():
+        if name not in LORA and name not in NO_MATTER:
+            lines.append(Line(f"peft_config.{name}", str(value), "missing", "an adapter has rank, alpha and targets"))
+    return found
+
+
+NO_MATTER = ("task_type", "peft_type", "inference_mode", "peft_version", "base_model_name_or_path", "auto_mapping")
+"""Of a LoraConfig: what does not change what is trained."""
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """The arguments of a configuration with their values."""
+    if not dataclasses.is_dataclass(config):
+        raise ConfigError(f"an object of {type(config).__name__} is no configuration of TRL's or peft's")
+    return {one.name: _plain(getattr(config, one.name)) for one in dataclasses.fields(config) if not one.name.startswith("_")}
+
+
+def _changed(config: Any) -> dict[str, Any]:
+    """Those whose values are neither their defaults nor nothing."""
+    values = _values(config)
+    for one in dataclasses.fields(config):
+        default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
+        if values.get(one.name) in (_plain(default), None, [], {}, ""):
+            values.pop(one.name, None)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """A value as a file of TRL's has it."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _functions(value: Any) -> list[Any]:
+    """Functions as a list; the name of a reward model in their place is marked as one."""
+    functions = list(value) if isinstance(value, list | tuple) else [value]
+    for one in functions:
+        if hasattr(one, "config") and hasattr(one, "named_parameters"):
+            raise ConfigError("a loaded reward model cannot be handed over: give the folder or hub name of its checkpoint")
+    return [RewardModel(one) if isinstance(one, str) else one for one in functions]

@@ -1,0 +1,802 @@
+"""From arguments of TRL's to keys of a recipe: the converters that the rows of `trl.TABLE` name.
+
+A converter reads a `Configuration` and says what it comes to: keys to `Write`, a `Note` on an argument whose fate depends on its
+value, and what the recipe `Need`s to be told.  Several rows that are read together name the same converter, which runs once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from groupwise.config.settings import DATA_SUFFIXES, REWARDS
+from groupwise.config.strict_yaml import dump, parse
+from groupwise.errors import ConfigError
+from groupwise.utils.spelling import closest
+
+Fate = Literal["same", "changed", "unneeded", "missing"]
+
+KINDS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "RewardConfig": "reward", "DPOConfig": "dpo"}
+"""TRL's classes and the objective of each."""
+ROLLED = ("GRPOConfig", "RLOOConfig")
+"""Classes of runs that sample their own completions."""
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "max_steps": -1,
+    "lr_scheduler_type": "linear", "warmup_steps": 0, "bf16": None, "fp16": False, "dtype": "float32", "save_strategy": "steps",
+    "save_steps": 500, "eval_strategy": "no", "gradient_checkpointing": True, "seed": 42,
+}  # fmt: skip
+"""Of TRL 1.16, where they matter here; those of single classes below."""
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "GRPOConfig": {
+        "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "num_iterations": 1, "loss_type": "dapo",
+        "beta": 0.0, "scale_rewards": "group",
+        "entropy_target": 0.2, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
+        "epsilon": 0.2, "importance_sampling_level": "token", "use_bias_correction_kl": True,
+        "vllm_mode": "colocate", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
+        "multi_objective_aggregation": "sum_then_normalize", "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
+    },
+    "RLOOConfig": {
+        "learning_rate": 1e-6, "num_generations": 2, "max_completion_length": 512, "num_iterations": 1, "beta": 0.05,
+        "epsilon": 0.2, "normalize_advantages": False, "vllm_mode": "colocate",
+        "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
+        "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
+    },
+    "SFTConfig": {"learning_rate": 2e-5, "shuffle_dataset": False},
+    "RewardConfig": {"learning_rate": 1e-4},
+    "DPOConfig": {"learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid"},
+}  # fmt: skip
+DASHBOARDS = ("tensorboard", "wandb", "mlflow", "trackio")
+ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla", "paged_adamw_32bit", "paged_adamw")
+PRESETS = ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+"""Losses of TRL's that are presets of the same name here; its `dapo` is bnpo."""
+SURROGATES = {
+    "sapo": {"tau_pos": "sapo_temperature_pos", "tau_neg": "sapo_temperature_neg"},
+    "vespo": {"k_pos": "vespo_k_pos", "lam_pos": "vespo_lambda_pos", "k_neg": "vespo_k_neg", "lam_neg": "vespo_lambda_neg"},
+}
+"""Surrogates with keywords of their own: ours -> TRL's argument."""
+LIBRARIES = ("trl", "open_r1")
+"""Packages in which these names mean what is built in here."""
+REWARD_NAMES = {
+    "accuracy": "accuracy", "accuracy_reward": "accuracy", "think_format_reward": "think_format", "format": "think_format",
+    "format_reward": "think_format", "tag_count": "tags", "tag_count_reward": "tags",
+}  # fmt: skip
+"""Reward functions of TRL and of well-known scripts that are built in here."""
+OVERLONG = ("get_soft_overlong_punishment", "soft_overlong_punishment")
+"""The same for `soft_overlong`, whose arguments TRL's script sets to 1280 and 256."""
+SCHEDULES = {
+    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+}  # fmt: skip
+
+
+class Write(NamedTuple):
+    """A key of the recipe."""
+
+    key: str
+    value: Any
+    names: tuple[str, ...]
+    """The arguments that it is from; of those that are not given it is TRL's default."""
+    says: str = ""
+
+
+class Note(NamedTuple):
+    """What becomes of an argument, where its value decides."""
+
+    name: str
+    fate: Fate
+    says: str
+
+
+class Need(NamedTuple):
+    """What the recipe still has to say, because the configuration does not."""
+
+    says: str
+
+
+Outcomes = Iterator[Write | Note | Need]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One argument, and what became of it."""
+
+    name: str
+    value: Any
+    fate: Fate | None
+    """None: TRL has no such argument, or its value could not be read."""
+    says: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {short(self.value)}" + (f"  ({self.says})" if self.says else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A function or a class of a script, or that a script imports."""
+
+    name: str
+    place: str
+    """`module` or `path/to/file.py`: what a recipe writes before the name."""
+    moved: str = ""
+    """Why it must be moved to a file of its own; empty if it can be named where it is."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class RewardModel(str):
+    """The folder or hub name of a reward model in the place of a function."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """The arguments of one of TRL's classes and of what goes with it."""
+
+    kind: str
+    given: Mapping[str, Any]
+    """What was said, by name."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Of a configuration object: every argument's value."""
+    devices: int = 1
+    """On how many TRL runs, which makes its batches larger."""
+    file: Path | None = None
+    rows: int | None = None
+    """Of the training data, where they are known."""
+
+    @property
+    def online(self) -> bool:
+        """True if completions are sampled."""
+        return self.kind in ROLLED
+
+    def get(self, name: str) -> Any:
+        """An argument's value; where it is not given, the object's, else TRL's default."""
+        own = OWN_DEFAULTS[self.kind]
+        return self.given[name] if name in self.given else self.values.get(name, own.get(name, DEFAULTS.get(name)))
+
+    def said(self, name: str, default: Any = None) -> Any:
+        """The same without TRL's defaults."""
+        return self.given[name] if name in self.given else self.values.get(name, default)
+
+    @property
+    def completions(self) -> int:
+        """Completions of one rollout."""
+        rows, pieces = self.rows_per_pass, int(self.get("gradient_accumulation_steps"))
+        return int(self.said("generation_batch_size") or rows * int(self.said("steps_per_generation") or pieces))
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows, or completions, of one forward pass on all devices."""
+        return int(self.get("per_device_train_batch_size") or self.said("per_gpu_train_batch_size", 8)) * self.devices
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of one rollout."""
+        return max(1, round(self.completions / int(self.get("num_generations"))))
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Forward passes over one rollout, and how many of them an optimizer step takes."""
+        pieces = int(self.get("gradient_accumulation_steps"))
+        if self.said("generation_batch_size"):
+            return max(1, self.completions // self.rows_per_pass), pieces
+        return int(self.said("steps_per_generation") or pieces), pieces
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer steps of one pass over a rollout."""
+        per_rollout, pieces = self.passes
+        return max(1, round(per_rollout / pieces))
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of one of our steps."""
+        return self.minibatches * max(1, int(self.get("num_iterations"))) if self.online else 1
+
+    @property
+    def updates_in_all(self) -> int | None:
+        """Optimizer steps of the run, where they are known."""
+        most = self.get("max_steps")
+        if isinstance(most, int | float) and most > 0:
+            return int(most)
+        return None if self.steps is None else self.steps * self.updates
+
+    @property
+    def steps(self) -> int | None:
+        """Our steps of the run, where they are known."""
+        most = self.get("max_steps")
+        if isinstance(most, int | float) and most > 0:
+            return math.ceil(most / self.updates)
+        if self.rows is None or not self.online:
+            return None
+        return max(1, math.ceil(float(self.get("num_train_epochs")) * max(1, self.rows // self.prompts)))
+
+    def our_steps(self, count: Any, total: int | None) -> int | None:
+        """Optimizer steps of TRL's as steps of ours; a share below 1 is one of all steps."""
+        if not isinstance(count, int | float) or isinstance(count, bool) or count < 0:
+            return None
+        if 0 < count < 1:
+            return None if total is None else max(1, math.ceil(count * total))
+        return math.ceil(count / self.updates)
+
+
+# ---------------------------------------------------------------- values in words
+
+
+def short(value: Any) -> str:
+    """A value in one line of 60 characters at most."""
+    written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_shown)
+    text = " ".join(written.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _shown(value: Any) -> str:
+    """An object that no file holds."""
+    return str(getattr(value, "__name__", value))
+
+
+def flow(value: Any) -> str:
+    """A value in one line of YAML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[A-Za-z]\w*)?", value) and dump({"a": value}) == f"a: {value}\n"
+        return value if plain else json.dumps(value, ensure_ascii=False)
+    return dump({"a": value}).removeprefix("a: ").strip() if isinstance(value, bool | int | float | None) else _shown(value)
+
+
+def mapping_of(text: str, file: Path) -> dict[str, Any]:
+    """The arguments of a YAML or JSON file by name.  Raises ConfigError."""
+    document, problems = parse(text, file.name)  # JSON is YAML
+    if problems:
+        raise ConfigError(str(problems[0]))
+    if not isinstance(document.values, dict) or not document.values:
+        raise ConfigError(f"{file} holds no arguments by name: a mapping such as `learning_rate: 1e-6` is needed")
+    return document.values
+
+
+# ---------------------------------------------------------------- one argument
+
+
+class Value(NamedTuple):
+    """The converter of an argument that is one key."""
+
+    kind: Callable[[Any], Any]
+    """From its value to the key's."""
+    when: Callable[[Any], bool] = lambda value: value is not None
+    """Whether a value is written."""
+    always: bool = False
+    """TRL's default is written too, because ours differs, or may come to."""
+
+
+def to_folder_name(trl: Configuration, _: str) -> Outcomes:
+    """`name`."""
+    given = "output_dir" if trl.given.get("output_dir") else "run_name"
+    folder = trl.given.get(given)
+    if isinstance(folder, str) and (name := re.sub(r"[^\w.+-]+", "-", Path(folder).name).strip("-.")):
+        yield Write("name", name, (given,))
+
+
+# ---------------------------------------------------------------- the model
+
+
+def to_model_path(trl: Configuration, _: str) -> Outcomes:
+    """`model.path`."""
+    model = trl.given.get("model_name_or_path")
+    if model is not None and not isinstance(model, Named):
+        yield Write("model.path", model, ("model_name_or_path",))
+    else:
+        yield Note("model_name_or_path", "missing", "a loaded model: give its folder or hub name as model.path")
+        yield Need("model.path: a checkpoint's folder or hub name")
+
+
+def to_revision(trl: Configuration, name: str) -> Outcomes:
+    """What becomes of a revision that is the newest."""
+    if trl.given.get(name) == "main":
+        yield Note(name, "unneeded", "main is the newest")
+
+
+def to_attention(_: Configuration, name: str) -> Outcomes:
+    """What becomes of an implementation of attention."""
+    yield Note(name, "unneeded", "the device chooses the kernel; attention is packed")
+
+
+def to_model_dtype(trl: Configuration, _: str) -> Outcomes:
+    """`model.dtype`, of the weights' type and of the products'."""
+    options = trl.given.get("model_init_kwargs")
+    own = options.get("dtype", options.get("torch_dtype")) if isinstance(options, Mapping) else None
+    named = next((name for name in ("dtype", "torch_dtype") if name in trl.given), None)
+    dtype = str(own or trl.get(named or "dtype")).removeprefix("torch.")
+    half = bool(trl.get("fp16")) or trl.get("bf16") is not False
+    wanted = "bfloat16" if dtype == "bfloat16" else "autocast" if half or dtype == "float16" else "float32"
+    source = "model_init_kwargs" if own else named if named and wanted == "bfloat16" else "bf16"
+    yield Write("model.dtype", wanted, (source,))
+    if named is not None and wanted == "autocast":
+        yield Note(named, "changed", "float32 weights with bf16: model.dtype: autocast")
+    if "bf16" in trl.given and wanted == "bfloat16":
+        yield Note("bf16", "unneeded", "the weights themselves are bfloat16")
+    if dtype == "float16":
+        says = "model.dtype: autocast: float32 weights and bfloat16 products; there is no float16"
+        yield Note(named or "model_init_kwargs", "changed", says)
+
+
+def to_checkpointing(trl: Configuration, _: str) -> Outcomes:
+    """`model.gradient_checkpointing`."""
+    name = "gradient_checkpointing" if trl.said("activation_checkpointing") is None else "activation_checkpointing"
+    yield Write("model.gradient_checkpointing", bool(trl.get(name)), (name,))
+
+
+def to_lora(trl: Configuration, _: str) -> Outcomes:
+    """`model.lora`."""
+    if not trl.given.get("use_peft"):
+        return
+    targets = trl.given.get("lora_target_modules")
+    adapter = {
+        "rank": int(trl.given.get("lora_r", 16)),
+        "alpha": int(trl.given.get("lora_alpha", 32)),
+        "targets": "all-linear" if targets in (None, "all-linear") else targets,
+    }
+    yield Write("model.lora", adapter, ("use_peft", "lora_r", "lora_alpha", "lora_target_modules"))
+    if targets is None:
+        yield Note(
+            "use_peft", "changed", f"model.lora: {flow(adapter)}; TRL leaves the choice of layers to peft, which takes fewer"
+        )
+
+
+def to_parallel(trl: Configuration, _: str) -> Outcomes:
+    """`parallel`, of a configuration of DeepSpeed, FSDP or accelerate, or of the file that is named."""
+    option = next((name for name in ("deepspeed", "fsdp", "config_file") if trl.given.get(name)), None)
+    if option is None:
+        return
+    value = trl.given[option]
+    if isinstance(value, str):
+        files = (trl.file.parent / value, Path(value)) if trl.file is not None else (Path(value),)
+        if (file := next((one for one in files if one.is_file()), None)) is not None:
+            value = mapping_of(file.read_text(encoding="utf-8"), file)
+    both = {option: value} | ({"fsdp_config": trl.given["fsdp_config"]} if trl.given.get("fsdp_config") else {})
+    yield Write("parallel", parallel_of(both), tuple(both))
+
+
+def parallel_of(given: object) -> str | dict[str, Any]:
+    """`parallel` for a configuration of DeepSpeed, of FSDP, or of accelerate, or for the name of its file."""
+    text = json.dumps(given, default=str).lower()
+    whole = "fsdp" in text and not re.search(r"grad_op|fsdp_reshard_after_forward\": false", text)
+    name = "zero3"
+    if not whole and not re.search(r'zero_?3|stage_?3|stage": 3|full_shard', text):
+        name = "zero2" if re.search(r'zero_?2|stage_?2|stage": 2|grad_op|fsdp', text) else "ddp" if "multi_gpu" in text else "auto"
+    return {"name": name, "offload": True} if name in ("zero2", "zero3") and OFFLOADED.search(text) else name
+
+
+OFFLOADED = re.compile(r'offload\w*": (\{[^{}]*"device": )?("cpu"|"nvme"|true)|fsdp": "[^"]*\boffload\b')
+"""What keeps parameters or the optimizer's state in host memory, in JSON."""
+
+
+# ---------------------------------------------------------------- data
+
+
+def to_data_path(trl: Configuration, _: str) -> Outcomes:
+    """`data.path` and `data.eval_path` with their splits."""
+    name, config = trl.given.get("dataset_name", trl.given.get("train_dataset")), trl.given.get("dataset_config")
+    split, part = trl.given.get("dataset_train_split") or "train", trl.given.get("dataset_test_split") or "test"
+    if name is None:
+        yield Need("data.path: a file or hub name")
+    else:
+        name = f"{name}:{config}" if config else name
+        yield Write("data.path", name, ("dataset_name", "dataset_config", "train_dataset"))
+        if split != "train":
+            yield Write("data.split", split, ("dataset_train_split",))
+    strategy = trl.given.get("evaluation_strategy") or trl.get("eval_strategy")
+    if trl.file is None or trl.file.suffix == ".py":  # rows are handed over
+        held = trl.given.get("eval_dataset_name", trl.given.get("eval_dataset"))
+        yield Note("eval_dataset_name", "same", "data.eval_path")
+    else:  # TRL's command takes another split of the same data set
+        held = name if strategy not in ("no", None) else None
+    if held is not None and not isinstance(held, str):
+        yield Write("data.eval_path", held, ("eval_dataset",))
+    elif held is not None and (held != name or (part != split and not held.endswith(DATA_SUFFIXES))):
+        yield Write("data.eval_path", held, ("eval_dataset_name", "dataset_name"), "for evaluation")
+        if part != "test":
+            yield Write("data.eval_split", part, ("dataset_test_split",))
+    elif held is not None:
+        yield Need(f"data.eval_path, or data.eval_fraction: a part of {held} to evaluate on, and not to train on")
+
+
+def to_system_prompt(trl: Configuration, name: str) -> Outcomes:
+    """`data.system`; strings become chat messages."""
+    if isinstance(system := trl.given.get(name), str):
+        yield Write("data.chat", True, (name,), "strings become messages of the user")
+        yield Write("data.system", system, (name,))
+
+
+def to_shuffle(trl: Configuration, name: str) -> Outcomes:
+    """`data.shuffle`, whose default is TRL's but in SFT."""
+    if trl.kind == "SFTConfig" or trl.said(name) is False:
+        yield Write("data.shuffle", bool(trl.get(name)), (name,))
+
+
+def to_prompt_length(trl: Configuration, name: str) -> Outcomes:
+    """`data.max_prompt_tokens`."""
+    if isinstance(limit := trl.given.get(name), int) and trl.online:
+        yield Write("data.max_prompt_tokens", limit, (name,))
+        yield Write("data.too_long", "truncate_left", (name,), "TRL keeps the end of a longer prompt")
+
+
+# ---------------------------------------------------------------- the optimizer, and how long it goes
+
+
+def to_schedule(trl: Configuration, _: str) -> Outcomes:
+    """`optimizer.schedule` and `optimizer.min_lr_ratio`."""
+    kind, options = str(trl.get("lr_scheduler_type")), trl.given.get("lr_scheduler_kwargs")
+    if kind in SCHEDULES:
+        yield Write("optimizer.schedule", SCHEDULES[kind], ("lr_scheduler_type",))
+    else:
+        yield Write("optimizer.schedule", "cosine", ("lr_scheduler_type",), f"the nearest to {kind}")
+        yield Note("lr_scheduler_type", "missing", f"{kind}: constant, linear and cosine are there; cosine is written")
+    if not isinstance(options, Mapping) or not options:
+        return
+    lr = float(trl.get("learning_rate"))
+    least = options.get("min_lr_rate", options["min_lr"] / lr if "min_lr" in options and lr else None)
+    if least is not None and kind == "cosine_with_min_lr":
+        yield Write("optimizer.min_lr_ratio", float(least), ("lr_scheduler_kwargs",))
+    else:
+        yield Note("lr_scheduler_kwargs", "missing", "only min_lr and min_lr_rate of cosine_with_min_lr are")
+
+
+def to_betas(trl: Configuration, _: str) -> Outcomes:
+    """`optimizer.betas`."""
+    names = ("adam_beta1", "adam_beta2")
+    if any(name in trl.given for name in names):
+        yield Write(
+            "optimizer.betas", [float(trl.given.get(name, own)) for name, own in zip(names, (0.9, 0.999), strict=True)], names
+        )
+
+
+def to_optimizer(trl: Configuration, name: str) -> Outcomes:
+    """What an optimizer other than AdamW becomes."""
+    kind = str(trl.given.get(name, "adamw_torch"))
+    if kind not in ADAMW:
+        fate: Fate = "changed" if kind.startswith(("adamw", "paged_adamw")) else "missing"
+        yield Note(name, fate, f"{kind}: AdamW with float32 state takes its place")
+
+
+def to_batch(trl: Configuration, _: str) -> Outcomes:
+    """`batch_size`, or how a rollout is made up and cut."""
+    rows, (per_rollout, pieces) = trl.rows_per_pass, trl.passes
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if not trl.online:
+        says = f"{rows // trl.devices} x {trl.devices} device{'s' if trl.devices > 1 else ''} x {pieces} steps"
+        yield Write("batch_size", rows * pieces, names, says)
+        return
+    size, completions = int(trl.get("num_generations")), trl.completions
+    yield Write("group.group_size", size, ("num_generations",))
+    says = f"{completions} completions of a rollout / {size}"
+    if completions % size:
+        says += f" is {Fraction(completions, size)}: rounded"
+        yield Note("num_generations", "changed", f"group.group_size; {completions} completions are no whole number of groups")
+    yield Write("group.prompts_per_step", trl.prompts, (*names, "generation_batch_size"), says)
+    if per_rollout != pieces:
+        names = ("steps_per_generation", "generation_batch_size")
+        yield Write("group.minibatches", trl.minibatches, names, f"{per_rollout} / {pieces}")
+    if int(trl.get("num_iterations")) > 1:
+        yield Write("group.updates_per_rollout", int(trl.get("num_iterations")), ("num_iterations",))
+
+
+def to_length(trl: Configuration, _: str) -> Outcomes:
+    """`steps` or `epochs`."""
+    most, epochs = trl.get("max_steps"), float(trl.get("num_train_epochs"))
+    if isinstance(most, int | float) and most > 0:
+        says = f"{trl.updates} optimizer steps each" if trl.updates > 1 else ""
+        yield Write("steps", math.ceil(most / trl.updates), ("max_steps",), says)
+        yield Note("num_train_epochs", "unneeded", "max_steps takes its place")
+        return
+    yield Note("max_steps", "unneeded", "it is off: num_train_epochs counts")
+    if not trl.online:
+        yield Write("epochs", epochs, ("num_train_epochs",))
+    elif trl.steps is not None:
+        yield Write("steps", trl.steps, ("num_train_epochs",), f"{epochs:g} x {trl.rows} rows / {trl.prompts} prompts")
+    else:
+        yield Note("num_train_epochs", "changed", "steps counts rollouts, and how many rows there are is not known here")
+        yield Need(f"steps: {epochs:g} epochs are {epochs:g} x rows of the data / {trl.prompts} prompts")
+
+
+def to_warm_up(trl: Configuration, _: str) -> Outcomes:
+    """`optimizer.warmup_steps`, of a number or of a share."""
+    name = "warmup_ratio" if trl.given.get("warmup_ratio") else "warmup_steps"
+    warmup = trl.given.get(name)
+    if not warmup:
+        return
+    if warmup >= 1:
+        yield Write("optimizer.warmup_steps", int(warmup), (name,))
+    elif trl.updates_in_all is not None:
+        share = math.ceil(warmup * trl.updates_in_all)
+        yield Write("optimizer.warmup_steps", share, (name,), f"{warmup:g} of all optimizer steps")
+    else:
+        yield Note(name, "changed", "optimizer.warmup_steps counts optimizer steps, and how many there are is not known here")
+        yield Need(f"optimizer.warmup_steps: {warmup:g} of all optimizer steps")
+
+
+def to_evaluation(trl: Configuration, _: str) -> Outcomes:
+    """`eval.at_start` and `eval.every`."""
+    yield Write("eval.at_start", bool(trl.get("eval_on_start")), ("eval_on_start",))
+    if (trl.given.get("evaluation_strategy") or trl.get("eval_strategy")) != "steps":
+        return
+    every = trl.our_steps(trl.said("eval_steps", trl.said("logging_steps", 10)), trl.steps)  # as often as TRL logs
+    if every is not None:
+        yield Write("eval.every", every, ("eval_steps", "eval_strategy", "evaluation_strategy"))
+    else:
+        yield Note("eval_steps", "changed", "eval.every counts steps, and how many there are is not known here")
+
+
+def to_saving(trl: Configuration, _: str) -> Outcomes:
+    """`save.every`."""
+    strategy = str(trl.get("save_strategy"))
+    if strategy != "steps":
+        yield Write("save.every", 0, ("save_strategy",), strategy)
+    elif (every := trl.our_steps(trl.get("save_steps"), trl.steps)) is not None:
+        yield Write("save.every", every, ("save_steps",))
+    else:
+        yield Note("save_steps", "changed", "save.every counts steps, and how many there are is not known here")
+
+
+def to_checkpoints(trl: Configuration, name: str) -> Outcomes:
+    """`save.keep`."""
+    keep = trl.given.get(name)
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        yield Write("save.keep", max(2, keep), (name,), "at least 2" if keep < 2 else "")
+        if keep < 2:
+            yield Note(name, "changed", "save.keep is at least 2: the newest is verified before older ones go")
+
+
+def to_dashboards(trl: Configuration, name: str) -> Outcomes:
+    """`save.report_to`."""
+    report = trl.given.get(name)
+    boards = [board for board in (report if isinstance(report, list) else [report]) if board in DASHBOARDS]
+    if boards:
+        yield Write("save.report_to", boards, (name,))
+
+
+# ---------------------------------------------------------------- what is learnt
+
+
+def preset_of(trl: Configuration) -> str:
+    """The objective that TRL's loss is."""
+    if trl.kind != "GRPOConfig":
+        return KINDS[trl.kind]
+    if trl.get("multi_objective_aggregation") == "normalize_then_sum":
+        return "gdpo"
+    loss = str(trl.get("loss_type"))
+    return loss if loss in PRESETS else "bnpo"
+
+
+def to_objective(trl: Configuration, _: str) -> Outcomes:
+    """`objective`, and of pairs `pairs.loss`."""
+    loss = trl.get("loss_type")
+    if trl.kind == "DPOConfig":
+        loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+        known = loss in ("sigmoid", "ipo")
+        yield Write("pairs.loss", loss if known else "sigmoid", ("loss_type",), "" if known else f"{short(loss)} is not there")
+        missing = f"{short(loss)}: pairs.loss is sigmoid or ipo; sigmoid is written"
+        yield Note("loss_type", "same", "pairs.loss") if known else Note("loss_type", "missing", missing)
+    elif trl.kind == "GRPOConfig":
+        says = "TRL's dapo is a mean over tokens" if loss == "dapo" else ""
+        yield Write("objective", preset_of(trl), ("loss_type",), says)
+        if loss not in ("dapo", *PRESETS) and preset_of(trl) != "gdpo":
+            known = ", ".join(("dapo", *PRESETS))
+            yield Note("loss_type", "missing", f"{loss}: TRL 1.16 knows {known}{closest(str(loss), PRESETS)}")
+
+
+def to_credit(trl: Configuration, _: str) -> Outcomes:
+    """`group.credit`, where the preset's differs."""
+    if trl.kind == "RLOOConfig" and trl.get("normalize_advantages"):
+        yield Write("group.credit", {"name": "leave_one_out", "scale": "batch"}, ("normalize_advantages",))
+    scale, preset = trl.get("scale_rewards"), preset_of(trl)
+    scale = {True: "group", False: "none", "True": "group", "False": "none"}.get(scale, scale)
+    if trl.kind == "GRPOConfig" and preset != "gdpo" and scale != ("none" if preset == "dr_grpo" else "group"):
+        says = "TRL's loss_type dr_grpo leaves it to scale_rewards" if preset == "dr_grpo" else ""
+        yield Write("group.credit", {"name": "standardized", "scale": str(scale)}, ("scale_rewards",), says)
+
+
+def to_ratio(trl: Configuration, name: str) -> Outcomes:
+    """The level of the importance ratio."""
+    if preset_of(trl) in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo") and trl.get(name) == "sequence":
+        yield Write("group.ratio", "sequence_mean", (name,))
+
+
+def to_kl(trl: Configuration, _: str) -> Outcomes:
+    """`group.beta` and `group.kl`, or `pairs.beta`."""
+    beta = float(trl.get("beta") or 0.0)
+    if trl.kind == "DPOConfig":
+        yield Write("pairs.beta", beta, ("beta",))
+        yield Note("beta", "same", "pairs.beta")
+    elif trl.kind == "RLOOConfig":
+        yield Write("group.beta", beta, ("beta",), "of the KL in the reward")
+    elif trl.kind == "GRPOConfig":
+        if beta:
+            yield Write("group.beta", beta, ("beta",))
+            estimator = "k3_ratio" if trl.get("use_bias_correction_kl") else "k3"
+            yield Write("group.kl", estimator, ("use_bias_correction_kl",))
+        yield Note("beta", "same", "group.beta" if beta else "0 is the preset's default")
+
+
+def to_moving_reference(trl: Configuration, _: str) -> Outcomes:
+    """`group.reference_refresh` and `group.reference_mix`."""
+    if not trl.given.get("sync_ref_model"):
+        return
+    if trl.kind == "DPOConfig":
+        yield Note("sync_ref_model", "missing", "the reference of pairs does not move")
+        return
+    names = ("ref_model_sync_steps", "sync_ref_model")
+    yield Write("group.reference_refresh", trl.our_steps(trl.get("ref_model_sync_steps"), None) or 1, names)
+    yield Write("group.reference_mix", float(trl.get("ref_model_mixup_alpha")), ("ref_model_mixup_alpha",))
+
+
+def to_entropy(trl: Configuration, _: str) -> Outcomes:
+    """`group.entropy_bonus`, constant or adaptive."""
+    adaptive = ("entropy_target", "entropy_coef_max", "entropy_coef_delta")
+    if trl.given.get("use_adaptive_entropy"):
+        for name, key in zip(adaptive, ("target", "bonus", "step"), strict=True):
+            yield Write(f"group.entropy_{key}", float(trl.get(name)), (name, "use_adaptive_entropy"))
+        yield Note("entropy_coef", "changed", "an adaptive coefficient begins at 0")
+        return
+    for name in (*adaptive, "entropy_coef_min", "use_adaptive_entropy"):
+        yield Note(name, "unneeded", "of use_adaptive_entropy, which is off")
+    if trl.given.get("entropy_coef"):
+        yield Write("group.entropy_bonus", float(trl.given["entropy_coef"]), ("entropy_coef",))
+
+
+def to_surrogate(trl: Configuration, _: str) -> Outcomes:
+    """`group.surrogate`, where its bounds are not the preset's."""
+    preset, low, high, delta = preset_of(trl), trl.get("epsilon"), trl.said("epsilon_high"), trl.said("delta")
+    if preset == "cispo":
+        if high is not None:
+            yield Write("group.surrogate", {"name": "cispo", "cap": float(high)}, ("epsilon_high",))
+    elif preset in SURROGATES:
+        keywords = {ours: float(trl.given[theirs]) for ours, theirs in SURROGATES[preset].items() if theirs in trl.given}
+        if keywords:
+            yield Write("group.surrogate", {"name": preset, **keywords}, tuple(SURROGATES[preset].values()))
+    elif trl.online and (preset == "luspo" or (low, high, delta) != (0.2, None, None)):
+        clipped = {"name": "clipped", "low": float(low), "high": float(low if high is None else high)}
+        clipped |= {} if delta is None else {"delta": float(delta)}
+        yield Write("group.surrogate", clipped, ("epsilon", "epsilon_high", "delta"))
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def to_penalty(trl: Configuration, name: str) -> Outcomes:
+    """A repetition penalty of 1."""
+    if trl.given.get(name, 1.0) == 1.0:
+        yield Note(name, "unneeded", "1 is none")
+
+
+def to_generation(trl: Configuration, name: str) -> Outcomes:
+    """`rollout.stop`."""
+    options = trl.given.get(name)
+    if isinstance(options, Mapping) and options.get("stop"):
+        stop = options["stop"]
+        yield Write("rollout.stop", [stop] if isinstance(stop, str) else list(stop), (name,))
+
+
+def to_engine(trl: Configuration, _: str) -> Outcomes:
+    """`rollout.engine`."""
+    if not trl.given.get("use_vllm"):
+        return
+    url, device = trl.said("vllm_server_base_url"), trl.said("vllm_device")
+    vllm: dict[str, Any] = {"name": "vllm"}
+    if url is not None:
+        vllm["servers"] = [str(url)]
+    elif device is None and trl.get("vllm_mode") == "colocate":
+        vllm["colocated"] = True
+    elif device is None:
+        host = str(trl.get("vllm_server_host"))
+        vllm["servers"] = [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{trl.get('vllm_server_port')}"]
+    if not trl.get("vllm_importance_sampling_correction"):
+        vllm["correct"] = None
+    elif trl.values or any(name.startswith("vllm_importance_sampling") for name in trl.given):
+        level, _, mode = str(trl.get("vllm_importance_sampling_mode")).partition("_")
+        high = trl.said("vllm_importance_sampling_cap") or trl.get("vllm_importance_sampling_clip_max")
+        low = trl.said("vllm_importance_sampling_clip_min")
+        vllm["correct"] = {"level": "token" if level == "token" else "sequence_sum", "mode": mode or "mask"}
+        vllm["correct"] |= {name: float(bound) for name, bound in (("high", high), ("low", low)) if bound is not None}
+    names = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_device")
+    yield Write("rollout.engine", vllm, (*names, *(name for name in trl.given if name.startswith("vllm_importance"))))
+
+
+# ---------------------------------------------------------------- rewards, tools, environments
+
+
+def to_rewards(trl: Configuration, _: str) -> Outcomes:
+    """`rewards`, with their weights."""
+    if not trl.online:
+        return
+    functions = trl.given.get("reward_funcs")
+    functions = list(functions) if isinstance(functions, list | tuple) else [functions] if functions is not None else []
+    if isinstance(judge := trl.given.get("reward_model_name_or_path"), str):
+        functions.insert(0, RewardModel(judge))  # TRL's scripts put it before the functions
+    if not functions:
+        yield Need("rewards: a list of {function: module:function or file.py:function, weight: ...}")
+        yield Note("reward_weights", "changed", "rewards.N.weight, one in each entry of rewards")
+        return
+    weights = trl.said("reward_weights")
+    entries: list[dict[str, Any]] = []
+    guessed: list[str] = []
+    for place, function in enumerate(functions):
+        entry = _reward(trl, function)
+        name = getattr(function, "__name__", str(function))
+        if isinstance(function, Named) and function.moved:
+            yield _moved("rewards", function)
+        elif type(function) is str and entry["function"] == f"rewards.py:{function}":
+            guessed.append(function)
+        taken = [one.get("name", _called(one["function"])) for one in entries]
+        if _called(entry["function"]) in taken:  # names tell rewards apart
+            entry["name"] = name if name not in taken else f"{name}_{place + 1}"
+        weight = weights[place] if isinstance(weights, Sequence) and place < len(weights) else None
+        entries.append(entry | ({} if weight is None else {"weight": float(weight)}))
+    yield Write("rewards", entries, ("reward_funcs", "reward_weights", "reward_model_name_or_path"))
+    if guessed:
+        yield Need(f"rewards: where {', '.join(guessed)} {'are' if len(guessed) > 1 else 'is'} (rewards.py is a guess)")
+
+
+def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
+    """An entry of `rewards`.  A function of the user's own is never taken for a built-in one of the same name."""
+    if isinstance(function, RewardModel):
+        return {"function": "model", "args": {"path": str(function)}}
+    if isinstance(function, Named):
+        return {"function": _built_in(function.place, function.name) or _named("rewards", function)}
+    if not isinstance(function, str):  # the function itself
+        name = getattr(function, "__name__", "")
+        return {"function": _built_in(str(getattr(function, "__module__", "")), name) or function}
+    if function in OVERLONG:
+        most, cache = trl.given.get("max_completion_len", 1280), trl.given.get("soft_punish_cache", 256)
+        return {"function": "soft_overlong", "args": {"max_tokens": int(most), "cache": int(cache)}}
+    if function in REWARD_NAMES or function in REWARDS or ":" in function:  # a name of TRL's registry, not of a script
+        return {"function": REWARD_NAMES.get(function, function)}
+    return {"function": ":".join(function.rsplit(".", 1)) if "." in function else f"rewards.py:{function}"}
+
+
+def _built_in(module: str, name: str) -> str | None:
+    return REWARD_NAMES.get(name) if module.partition(".")[0] in LIBRARIES else None
+
+
+def _called(function: Any) -> str:
+    """The name that a reward gets."""
+    return function.rpartition(":")[2] if isinstance(function, str) else str(getattr(function, "__name__", function))
+
+
+def _named(file: str, function: Any) -> Any:
+    """`module:name` or `file.py:name`; in a file that is still to be written, where a script cannot be imported."""
+    if not isinstance(function, Named):
+        return function
+    return f"{file}.py:{function.name}" if function.moved else f"{function.place}:{function.name}"
+
+
+def _moved(file: str, function: Named) -> Need:
+    return Need(f"{file}: move {function} into {file}.py: {function.moved}")
+
+
+def to_environment(trl: Configuration, _: str) -> Outcomes:
+    """`environment.tools`, `environment.factory` and `environment.max_turns`."""
+    tools, factory = trl.given.get("tools"), trl.given.get("environment_factory")
+    factory = factory[0] if isinstance(factory, list) and factory else factory
+    for file, functions in (("tools", tools or ()), ("environment", (factory,))):
+        for function in functions:
+            if isinstance(function, Named) and function.moved:
+                yield _moved(file, function)
+    if tools:
+        yield Write("environment.tools", [_named("tools", tool) for tool in tools], ("tools",))
+    if factory:
+        yield Write("environment.factory", _named("environment", factory), ("environment_factory",))
+    turns, name = trl.said("max_tool_calling_iterations"), "max_tool_calling_iterations"
+    if turns and (tools or factory):
+        yield Write("environment.max_turns", int(turns) + 1, (name,), "turns, one more than rounds")
+    elif turns:
+        yield Note(name, "changed", f"environment.max_turns: {int(turns) + 1}, with an environment")

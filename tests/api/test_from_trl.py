@@ -1,0 +1,137 @@
+"""TRL's own objects make the run that TRL would have made: every value, function and row is the object's."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from transformers import TrainingArguments
+
+import groupwise as gw
+from groupwise.config.import_trl import import_trl
+from groupwise.errors import ConfigError
+
+FIELDS = json.loads((Path(__file__).parents[1] / "fixtures" / "trl_fields.json").read_text())["fields"]
+ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(32)]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
+def config(kind: str, **arguments: Any) -> Any:
+    """A configuration with the fields and defaults of TRL's, which is not installed here."""
+    columns = []
+    for name, source in {**FIELDS["_BaseConfig"], **FIELDS[kind]}.items():
+        default = ast.literal_eval(str(source).removeprefix("lambda: "))
+        columns.append((name, Any, dataclasses.field(default_factory=lambda default=default: default)))
+    made = dataclasses.make_dataclass(kind, columns, bases=(TrainingArguments,))
+    return made(output_dir="out/mine", use_cpu=True, report_to="none", **arguments)
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [-float(len(text)) for text in completions]
+
+
+def accuracy_reward(completion: str, answer: str) -> float:
+    return float(answer in completion)
+
+
+def test_a_run_has_the_values_of_the_objects() -> None:
+    args = config("GRPOConfig", per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2,
+                  learning_rate=2e-6, epsilon_high=0.28, num_train_epochs=2, lr_scheduler_type="cosine", bf16=False)  # fmt: skip
+    adapter = LoraConfig(lora_alpha=16, target_modules=["v_proj", "q_proj"])
+    training = gw.from_trl(args, model="m/m", reward_funcs=[length, accuracy_reward], train_dataset=ROWS, peft_config=adapter)
+    recipe = training.recipe
+    assert (recipe.objective, recipe.name, recipe.seed, recipe.model.path) == ("bnpo", "mine", 42, "m/m")
+    assert (recipe.group.group_size, recipe.group.prompts_per_step, recipe.steps) == (4, 2, 32)  # 2 epochs of 32 rows / 2 prompts
+    assert (recipe.optimizer.lr, recipe.optimizer.schedule, recipe.model.dtype) == (2e-6, "cosine", "float32")
+    assert recipe.group.surrogate == {"name": "clipped", "low": 0.2, "high": 0.28}
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.rank, recipe.model.lora.alpha, recipe.model.lora.targets) == (8, 16.0, ("q_proj", "v_proj"))
+    assert [reward.function for reward in recipe.rewards] == ["live:length", "live:accuracy_reward"]
+    assert str(recipe.data.path).startswith("live:32 rows")
+    assert "32 rows" in training.summary() and "[{" not in training.summary().split("train_dataset")[1].split("\n")[0]
+
+
+def test_it_is_what_the_import_of_the_same_file_is() -> None:
+    arguments = {"num_generations": 8, "max_steps": 40, "beta": 0.04, "loss_type": "dr_grpo", "warmup_steps": 4,
+                 "save_steps": 20, "temperature": 0.7, "num_iterations": 2}  # fmt: skip
+    live = gw.from_trl(config("GRPOConfig", **arguments), model="m/m", reward_funcs=[length], train_dataset=ROWS).imported.keys
+    Path("trl.yaml").write_text(json.dumps({**arguments, "model_name_or_path": "m/m", "dataset_name": "d", "output_dir": "mine"}))
+    assert {key: value for key, value in live.items() if key not in ("rewards", "data.path", "model.device")} == {
+        key: value for key, value in import_trl("trl.yaml").keys.items() if key != "data.path"
+    }
+
+
+@pytest.mark.parametrize("kind", ["SFTConfig", "DPOConfig", "RewardConfig", "RLOOConfig"])
+def test_every_class_of_trl_makes_a_run(kind: str) -> None:
+    rows = [
+        {"prompt": "1+1=", "completion": "2"} if kind == "SFTConfig" else {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    ] * 8
+    functions = length if kind == "RLOOConfig" else None
+    recipe = gw.from_trl(config(kind, max_steps=3), model="m/m", train_dataset=rows, reward_funcs=functions).recipe
+    assert recipe.objective == kind.removesuffix("Config").lower()
+    assert recipe.optimizer.lr == ast.literal_eval(FIELDS[kind]["learning_rate"])
+
+
+def test_what_is_lost_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    args = config("GRPOConfig", max_steps=3, repetition_penalty=1.1)
+    lost = {"callbacks": [print], "optimizers": (None, None), "rollout_func": print, "nonsense": 3}
+    adapter = LoraConfig(r=4, lora_dropout=0.1, use_dora=True)
+    training = gw.from_trl(args, model="m/m", reward_funcs=length, train_dataset=ROWS, peft_config=adapter, **lost)
+    fates = {line.name: line.fate for line in training.imported.lines}
+    missing = {name for name, fate in fates.items() if fate == "missing"}
+    assert missing == {"repetition_penalty", "callbacks", "rollout_func", "lora_dropout", "peft_config.use_dora"}
+    assert fates["nonsense"] is None and "optimizers" not in fates
+    assert "repetition_penalty: 1.1" in caplog.text and "use_dora" in caplog.text
+
+
+def test_tools_and_an_environment_are_the_objects() -> None:
+    def search(query: str) -> str:
+        """Search.
+
+        Args:
+            query: What for.
+        """
+        return query
+
+    class Room:
+        def reset(self, **_: Any) -> str:
+            return "hello"
+
+        def look(self) -> str:
+            """Look around."""
+            return "a wall"
+
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}]}]
+    given = {"model": "m/m", "reward_funcs": "my/judge", "train_dataset": rows, "tools": [search], "environment_factory": Room}
+    recipe = gw.from_trl(config("GRPOConfig", max_steps=3, max_tool_calling_iterations=3), **given).recipe
+    assert recipe.environment.tools == ("live:search",) and recipe.environment.factory == "live:Room"
+    assert recipe.environment.max_turns == 4
+    assert (recipe.rewards[0].function, recipe.rewards[0].args) == ("model", {"path": "my/judge"})
+
+
+def test_what_is_none_of_trls_objects_is_refused() -> None:
+    for args in ({"learning_rate": 1e-6}, TrainingArguments(output_dir="x", use_cpu=True)):
+        with pytest.raises(ConfigError, match="args is one of TRL's GRPOConfig, "):
+            gw.from_trl(args, model="m/m", train_dataset=ROWS)
+    with pytest.raises(ConfigError, match=r"data\.path is missing"):
+        gw.from_trl(config("GRPOConfig", max_steps=3), model="m/m", reward_funcs=length)
+
+
+@pytest.mark.slow
+def test_a_loaded_model_is_trained(tiny_policy: Callable[..., Any]) -> None:
+    policy = tiny_policy()
+    args = config("GRPOConfig", max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=4, bf16=False)
+    given = {"reward_funcs": length, "train_dataset": ROWS}
+    steps = list(gw.from_trl(args, model=policy.model, processing_class=policy.tokenizer, **given))
+    assert [step.number for step in steps if step.number] == [1, 2]
