@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from groupwise.api.score import score_file
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import DataError, RewardError
-from groupwise.rewards import timeouts
+from groupwise.rewards import calls
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.find import Completions, LiveReward
 from groupwise.runs.run import train
@@ -105,8 +105,8 @@ def test_t2_a_reward_that_hangs_without_a_timeout_ends_the_run(
     path = recipe("sleeps", code)
     assert len(run(path, stop=2)) == 2
     (tmp_path / "hang").write_text("")
-    monkeypatch.setattr(timeouts, "DEFAULT_SECONDS", 3.0)
-    monkeypatch.setattr(timeouts, "SECONDS_EACH", 0.1)
+    monkeypatch.setattr(calls, "DEFAULT_SECONDS", 3.0)
+    monkeypatch.setattr(calls, "SECONDS_EACH", 0.1)
     with pytest.raises(RewardError, match=r"'judge' gave no result within 3 s and was stopped; on .*#0.* say how long by timeout:"):
         run(path)
     (tmp_path / "hang").unlink()

@@ -15,17 +15,17 @@ def test_a_worker_of_plain_functions_imports_neither_numpy_nor_asyncio(tmp_path)
     (tmp_path / "plain.py").write_text("def f(completions): return [len(c) / 2 for c in completions]")
     code = """
 import pickle, sys
-from groupwise.rewards.functions import Unit, worker
+from groupwise.rewards.functions import Call, worker
 answer = worker(["plain.py:f"])
-(told,) = answer("describe", ("plain.py:f", "f", {}, ["answer"]))
+told = answer("describe", "plain.py:f", "f", {}, ["answer"])
 called = {key: told[key] for key in ("single", "asynchronous", "process")}
 given = pickle.dumps({"completions": ["a", "bc"]})
-unit = Unit(spec="plain.py:f", name="f", arguments={}, timeout=None, labels=["0#0", "0#1"], given=given, **called)
-((_, kind, (values, *_)),) = answer("call", unit)
-print(kind, values, [module for module in ("numpy", "asyncio") if module in sys.modules])
+call = Call(spec="plain.py:f", name="f", arguments={}, timeout=None, labels=["0#0", "0#1"], given=given, **called)
+(answered,) = answer("call", call)
+print(answered["values"], [module for module in ("numpy", "asyncio") if module in sys.modules])
 """
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "values [0.5, 1.0] []"
+    assert found.stdout.strip() == "[0.5, 1.0] []"
 
 
 def test_the_largest_reward_is_what_single_precision_holds():

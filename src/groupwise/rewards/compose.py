@@ -20,22 +20,22 @@ from groupwise.config.recipes import demand_values
 from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.errors import ConfigError, Findings, RewardError
 from groupwise.records import Episode, Prompt, Rollout, Scored, Step
+from groupwise.rewards.calls import DEFAULT_SECONDS, SECONDS_EACH, Host, Outcome, Running, all_together, failed, outcome_of
 from groupwise.rewards.environment_states import EnvironmentState
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
-from groupwise.rewards.functions import Functions, Unit
-from groupwise.rewards.outcomes import Outcome, failed
+from groupwise.rewards.functions import Call, Functions
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rewards.returned import describe_failure, described, validated
 from groupwise.rewards.step_signals import step_signal
-from groupwise.rewards.timeouts import DEFAULT_SECONDS, SECONDS_EACH, too_late
 from groupwise.rewards.trainer_state import TOLD, TrainerState
-from groupwise.rewards.worker_calls import Answers, Host, Task, finish
 from groupwise.utils.processes import STARTS
 from groupwise.utils.terminal import logger
 from groupwise.utils.threads import Thread
 
 log = logger(__name__)
 
+LATE_SHARE = 0.1
+"""A function that runs out of time in more of its calls than this, and more than once, is broken."""
 RESERVED = ("prompt", "completion")
 """Columns that are not passed on: they would be the recipe's demonstration, not the policy's words."""
 
@@ -55,7 +55,7 @@ def build_rewards(
     `f(prompts, completions, **columns) -> list[float | None]` or `f(completion, answer) -> float | None`, plain or `async`.
     A function that is given itself, and not by name, is a `LiveReward`.
 
-    Built-ins and reward models run in this process.  All else runs in worker processes (`worker_calls.py`), on their main thread
+    Built-ins and reward models run in this process.  All else runs in worker processes (`calls.py`), on their main thread
     and with copies of its arguments, in training as in evaluation, `check` and `score`; what it prints goes to standard error.
 
     Raises ConfigError: no function, an unknown one, two of the same name, a weight that is not finite, a bad argument, or a
@@ -88,29 +88,37 @@ def build_rewards(
     try:
         for host in hosts.values():
             host.start()  # they start side by side
-        described = _describe(asked, hosts, offered, wrong)
-        rewards = []
+        rewards, unusable = [], set[Host]()
         for n, (name, (one, itself)) in enumerate(zip(names, asked, strict=True)):
+            if n in hosts and hosts[n] in unusable:
+                continue  # its file has been refused
             with wrong.of(f"rewards.{n}.function"):
                 if itself is None and ":" not in one.function:
                     rewards.append(find_builtin(one, offered, tokenizer))
-                elif n in described:
-                    reward = Reward(
-                        name=name,
-                        weight=float(one.weight),
-                        spec=one.function,
-                        signature=_signature(described[n]),
-                        arguments=dict(one.args),
-                        timeout=one.timeout,
-                        live=itself,
-                    )
-                    rewards.append(reward)
+                    continue
+                if itself is not None:
+                    signature = read_signature(itself.function, name, one.args, offered)
+                else:
+                    unusable.add(hosts[n])
+                    described = hosts[n].describe(one.function, one.name or one.function.rpartition(":")[2], one.args, offered)
+                    unusable.discard(hosts[n])
+                    signature = _signature(described)
+                reward = Reward(
+                    name=name,
+                    weight=float(one.weight),
+                    spec=one.function,
+                    signature=signature,
+                    arguments=dict(one.args),
+                    timeout=one.timeout,
+                    live=itself,
+                )
+                rewards.append(reward)
         with wrong.of("verdict"):
             verdict = verdict_of([one for one, _ in asked], verdict)
             if verdict is not None and verdict not in names:
                 raise ConfigError(f"verdict: there is no reward {verdict!r}; the rewards are {', '.join(names)}")
         wrong.settle()
-        return Rewards(rewards, offered, hosts, verdict)
+        return Rewards(rewards, offered, {names[n]: host for n, host in hosts.items()}, verdict)
     except BaseException:
         for host in hosts.values():
             host.kill()
@@ -130,40 +138,39 @@ def _bound(one: RewardSettings | LiveReward, place: int) -> RewardSettings | Liv
 Asked = Sequence[tuple[RewardSettings, LiveReward | None]]
 
 
-def _place(n: int, one: RewardSettings, live: LiveReward | None) -> Any:
-    """What functions of one process have in common; None for those that run in this one."""
-    if live is not None:
-        return n if live.runs == "fork" else None
-    place, named, _ = one.function.rpartition(":")
-    if not named:
-        return None if one.timeout is None else n
-    return place if one.timeout is None else n
-
-
-def _hosts(asked: Asked) -> dict[Any, Host]:
-    hosts: dict[Any, Host] = {}
+def _hosts(asked: Asked) -> dict[int, Host]:
+    """The processes of functions that do not run in this one, by number.  Those of a file share one, unless they have a timeout."""
+    files: dict[str, Host] = {}
+    found: dict[int, Host] = {}
     for n, (one, live) in enumerate(asked):
-        place = _place(n, one, live)
-        if place is not None and place not in hosts:
-            hosts[place] = Host(None if live is None else lambda spec=one.function, f=live.function: Functions({spec: f}).answer)
-    return hosts
-
-
-def _describe(asked: Asked, hosts: Mapping[Any, Host], columns: Sequence[str], wrong: Findings) -> dict[int, dict[str, Any]]:
-    """Signatures, or what is wrong with them, of the functions that are not built in; without those that cannot be asked."""
-    found: dict[int, dict[str, Any]] = {}
-    by_host: dict[Any, list[int]] = {}
-    for n, (one, live) in enumerate(asked):
+        place, named, _ = one.function.rpartition(":")
         if live is not None:
-            with wrong.of(f"rewards.{n}.function"):
-                found[n] = read_signature(live.function, str(one.name), one.args, columns).as_dict()
-        elif ":" in one.function:
-            by_host.setdefault(_place(n, one, live), []).append(n)
-    for place, members in by_host.items():
-        named = [(asked[n][0], asked[n][0].name or asked[n][0].function.rpartition(":")[2]) for n in members]
-        functions = [(one.function, name, dict(one.args), columns) for one, name in named]
-        with wrong.of(f"rewards.{members[0]}.function"):
-            found |= zip(members, hosts[place].describe(functions), strict=True)
+            if live.runs == "fork":
+                found[n] = Host(lambda spec=one.function, f=live.function: Functions({spec: f}).answer)
+        elif one.timeout is not None:
+            found[n] = Host()
+        elif named:
+            found[n] = files.setdefault(place, Host())
+    return found
+
+
+def _settled(rewards: Sequence[Reward], hosts: Mapping[str, Host]) -> dict[str, Host]:
+    """The host of each function that has one.  Asynchronous functions of a file move together into one; they start here."""
+    found: dict[str, Host] = {}
+    together: dict[str, Host] = {}
+    here = [reward for reward in rewards if reward.name in hosts]
+    plain = {hosts[reward.name] for reward in here if not reward.signature.asynchronous}
+    for reward in here:
+        host = hosts[reward.name]
+        if reward.live is None:
+            if reward.signature.asynchronous:
+                host = together.setdefault(reward.spec.rpartition(":")[0], Host() if host in plain else host)
+            host.specs = (*host.specs, reward.spec)
+        found[reward.name] = host
+    for host in set(hosts.values()) - set(found.values()):
+        host.kill()
+    for host in found.values():
+        host.start()
     return found
 
 
@@ -190,14 +197,14 @@ class Rewards:
     """Reward functions and their weights.  Use it as a context manager, or call `close`, to end its workers early."""
 
     def __init__(
-        self, rewards: Sequence[Reward], columns: Collection[str], hosts: Mapping[Any, Host], verdict: str | None = None
+        self, rewards: Sequence[Reward], columns: Collection[str], hosts: Mapping[str, Host], verdict: str | None = None
     ) -> None:
         """Use `build_rewards`."""
         self.verdict = verdict
         """The function whose 1 says that a completion is right."""
         self._rewards = tuple(rewards)
         self._columns = tuple(columns)
-        self._hosts = self._assign_hosts(hosts)
+        self._hosts = _settled(self._rewards, hosts)
         self._thread: Thread | None = None
         """In which functions of the program run, where they run here: always the same, and never the main one, whoever asks."""
         self._functions = Functions({r.spec: r.live.function for r in rewards if r.live is not None and r.live.runs == "here"})
@@ -208,31 +215,6 @@ class Rewards:
         """Where the run stands, for functions that ask: the loop's caller says it."""
         self._calls = dict.fromkeys(self.names, 0)
         self._late = dict.fromkeys(self.names, 0)
-
-    def _assign_hosts(self, hosts: Mapping[Any, Host]) -> dict[str, Host]:
-        """The host of each function that has one.  Asynchronous functions of a file move together into one."""
-        found: dict[str, Host] = {}
-        together: dict[Any, Host] = {}
-        rows = [(r, _place(n, _settings_of(r), r.live)) for n, r in enumerate(self._rewards)]
-        plain = {place for r, place in rows if not r.signature.asynchronous}
-        for reward, place in rows:
-            if place is None:
-                continue
-            host = hosts[place]
-            if reward.signature.asynchronous and reward.live is None:
-                file = reward.spec.rpartition(":")[0]
-                if file not in together:
-                    together[file] = Host() if place in plain else host
-                host = together[file]
-            found[reward.name] = host
-            if reward.live is None:
-                host.specs = (*host.specs, reward.spec)
-        for host in {id(h): h for h in hosts.values()}.values():
-            if host not in found.values():
-                host.kill()
-        for host in found.values():
-            host.start()
-        return found
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -351,41 +333,35 @@ class Rewards:
         return {metric: mean_of_finite(values) for metric, values in metrics.items()}, columns
 
     def _outcomes(self, batch: Completions) -> list[Outcome | None]:
-        """How each call ended; None for a call that was stopped because another one had failed."""
-        units = {reward.name: _unit(reward, batch, self.state) for reward in self._rewards if reward.function is None}
-        by_host: dict[Host, list[str]] = {}
-        for name in units:
-            if name in self._hosts:
-                by_host.setdefault(self._hosts[name], []).append(name)
-        tasks = {Task(host, [units[name] for name in members]): members for host, members in by_host.items()}
-        ended: dict[str, Outcome | None] = {}
+        """How the calls of each function ended; None for one that was stopped because another one had failed."""
+        calls = {reward.name: _calls(reward, batch, self.state) for reward in self._rewards if reward.function is None}
+        by_host: dict[Host | None, list[str]] = {}
+        for name in calls:
+            if calls[name]:
+                by_host.setdefault(self._hosts.get(name), []).append(name)
+        work = {host: [call for name in members for call in calls[name]] for host, members in by_host.items()}
+        running = Running({host: some for host, some in work.items() if host is not None})
         try:
-            for task in tasks:
-                task.begin()
-            here = [name for name in units if name not in self._hosts]
-            messages = self._in_thread([units[name] for name in here]) if here else None
-            for reward in self._rewards:
-                if reward.function is not None:
-                    ended[reward.name] = _here(reward, batch)
-            if messages is not None:
-                answers = Answers([units[name] for name in here])
-                for message in messages.result():
-                    answers.take(*message)
-                ended |= zip(here, answers.outcomes, strict=True)
-            finish(list(tasks))
+            here = self._in_thread(work[None]) if None in work else None
+            ended: dict[str, Outcome | None]
+            ended = {reward.name: _here(reward, batch) for reward in self._rewards if reward.function is not None}
+            found: dict[Host | None, list[Outcome | None]] = {}
+            if here is not None:
+                found[None] = [outcome_of(call, answer) for call, answer in zip(work[None], here.result(), strict=True)]
+            found |= running.outcomes()
         except BaseException:  # Ctrl-C among others: their answers would be taken for those of the next call
-            for task in tasks:
-                task.host.kill()
+            running.kill()
             raise
-        for task, members in tasks.items():
-            ended |= zip(members, task.outcomes, strict=True)
+        each = {host: iter(outcomes) for host, outcomes in found.items()}
+        for name, some in calls.items():
+            ended[name] = all_together(some, [next(each[self._hosts.get(name)]) for _ in some])
         return [ended[name] for name in self.names]
 
-    def _in_thread(self, units: Sequence[Unit]) -> Future[list[list[Any]]]:
-        """Call functions of the program in its thread; their messages."""
+    def _in_thread(self, calls: Sequence[Call]) -> Future[list[dict[str, Any] | None]]:
+        """Call functions of the program in its thread; their answers."""
         if self._thread is None:
             self._thread = Thread("groupwise-rewards")
-        return self._thread.begin(lambda: list(self._functions.run(units)))
+        return self._thread.begin(lambda: list(self._functions.run(calls)))
 
     def counting(self, steps: Iterator[Step], done: int, last: int) -> Iterator[Step]:
         """The steps of a loop, which functions that ask for `trainer_state` are told of.   done: those before; last: its number."""
@@ -402,25 +378,25 @@ class Rewards:
         """The one place that decides what a failed reward means.  A failure is not a wrong answer: scoring it 0 would teach the
         policy to fail.  It ends the run, except that a call that ran out of time says nothing (None) as long as such calls are few.
         """
-        if outcome.failure not in (None, "timeout"):
+        if outcome.failure in ("error", "died"):
             _refuse(reward, outcome, batch)
-        if outcome.failure == "timeout" and reward.timeout is None:
+        if outcome.failure == "timeout":
             on = described([outcome.label] if outcome.label else batch.labels)
             raise RewardError(
                 f"the reward function {reward.name!r} gave {outcome.message} and was stopped; on {on}; if it may take so long, "
                 "say how long by timeout: (calls without a result then count as None as long as they are few)"
             )
-        late = tuple(range(len(batch))) if outcome.failure == "timeout" else outcome.late
-        self._calls[reward.name] += len(batch) if reward.signature.single else 1
-        if not late:
-            return outcome.value
-        self._late[reward.name] += len(late) if reward.signature.single else 1
-        said = f"{self._late[reward.name]} of {self._calls[reward.name]} calls of the reward function {reward.name!r} had no result"
-        said = f"{said} within {reward.timeout:g} s; the last on {described([batch.labels[index] for index in late])}"
-        if too_late(self._late[reward.name], self._calls[reward.name]):
-            raise RewardError(f"{said}; give it more time (timeout:) or make it faster")
-        log.warning("%s; they count as None", said)
-        return outcome.value if outcome.failure is None else [[] if reward.signature.process else None for _ in late]
+        single, late = reward.signature.single, outcome.late
+        self._calls[reward.name] += len(batch) if single else 1
+        if late:
+            self._late[reward.name] += len(late) if single else 1
+            without, calls = self._late[reward.name], self._calls[reward.name]
+            what = f"{without} of {calls} calls of the reward function {reward.name!r} had no result within {reward.timeout:g} s"
+            what += f"; the last on {described([batch.labels[index] for index in late])}"
+            if without > max(1.0, LATE_SHARE * calls):
+                raise RewardError(f"{what}; give it more time (timeout:) or make it faster")
+            log.warning("%s; they count as None", what)
+        return outcome.value
 
     def _completions(self, rollouts: Sequence[Rollout]) -> Completions:
         prompts = [prompt_of(rollout.prompt) for rollout in rollouts]
@@ -537,32 +513,36 @@ def _refuse(reward: Reward, outcome: Outcome, batch: Completions) -> NoReturn:
     raise error from outcome.cause
 
 
-def _settings_of(reward: Reward) -> RewardSettings:
-    return RewardSettings(function=reward.spec, timeout=reward.timeout)
-
-
-def _unit(reward: Reward, batch: Completions, state: TrainerState) -> Unit:
-    given = reward.keywords(batch)
-    try:
-        payload = pickle.dumps(given)
-    except Exception as error:  # whatever an object of a data row raises
-        raise RewardError(
-            f"the reward function {reward.name!r} cannot be given copies of {', '.join(given)}: {type(error).__name__}: {error}"
-        ) from error
-    signature = reward.signature
-    return Unit(
-        spec=reward.spec,
-        name=reward.name,
-        arguments=reward.arguments,
-        single=signature.single,
-        asynchronous=signature.asynchronous,
-        process=signature.process,
-        timeout=reward.timeout,
-        labels=list(batch.labels),
-        given=payload,
-        asks=tuple(name for name in signature.asks if name in TOLD and name not in reward.arguments),
-        state=state,
-    )
+def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Call]:
+    """A call for each completion, or one for all.  Raises RewardError for arguments that cannot be copied."""
+    given, signature = reward.keywords(batch), reward.signature
+    if signature.single:
+        parts = [([label], {name: values[n] for name, values in given.items()}) for n, label in enumerate(batch.labels)]
+    else:
+        parts = [(list(batch.labels), given)] if len(batch) else []
+    calls = []
+    for labels, part in parts:
+        try:
+            payload = pickle.dumps(part)
+        except Exception as error:  # whatever an object of a data row raises
+            raise RewardError(
+                f"the reward function {reward.name!r} cannot be given copies of {', '.join(given)}: {type(error).__name__}: {error}"
+            ) from error
+        call = Call(
+            spec=reward.spec,
+            name=reward.name,
+            arguments=reward.arguments,
+            single=signature.single,
+            asynchronous=signature.asynchronous,
+            process=signature.process,
+            timeout=reward.timeout,
+            labels=labels,
+            given=payload,
+            asks=tuple(name for name in signature.asks if name in TOLD and name not in reward.arguments),
+            state=state,
+        )
+        calls.append(call)
+    return calls
 
 
 def _here(reward: Reward, batch: Completions) -> Outcome:

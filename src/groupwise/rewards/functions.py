@@ -12,7 +12,7 @@ import copy
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError
@@ -30,47 +30,39 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
-    """One function, and the completions that it is to be called on."""
+class Call:
+    """One call of a reward function: on one completion, or on all of them."""
 
     spec: str
     name: str
     arguments: Mapping[str, Any]
     single: bool
+    """True: on one completion."""
     asynchronous: bool
     process: bool
     timeout: float | None
     """Seconds that an asynchronous call may take before it is cancelled; calls of others are ended from outside."""
     labels: Sequence[str]
     given: bytes
-    """Pickle of the keyword arguments: lists with an entry per completion."""
+    """Pickle of the keyword arguments: values of the one completion, or lists with an entry per completion."""
     asks: tuple[str, ...] = ()
     """Of `trainer_state.TOLD`."""
     state: TrainerState = field(default_factory=TrainerState)
 
-    def keywords(self) -> dict[str, Any]:
-        """Keyword arguments, nothing in them shared between completions; fixed arguments are copies."""
-        return self._columns() | copy.deepcopy(dict(self.arguments))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """For a function of one completion: the keyword arguments of each call."""
-        given = self._columns()
-        return [
-            {name: values[n] for name, values in given.items()} | copy.deepcopy(dict(self.arguments))
-            for n in range(len(self.labels))
-        ]
-
-    def _columns(self) -> dict[str, list[Any]]:
-        return {name: unshared(values) for name, values in pickle.loads(self.given).items()}
-
     def notes(self) -> Notes:
-        """What its next call logs into."""
-        return Notes(1 if self.single else len(self.labels), single=self.single)
+        """What it logs into."""
+        return Notes(len(self.labels), single=self.single)
 
-    def after(self, done: int) -> Unit:
-        """The same for the completions from number `done` on."""
-        given = {name: values[done:] for name, values in pickle.loads(self.given).items()}
-        return replace(self, labels=self.labels[done:], given=pickle.dumps(given))
+    def keywords(self, notes: Notes) -> dict[str, Any]:
+        """Keyword arguments, nothing in them shared between completions; fixed arguments are copies."""
+        given = pickle.loads(self.given)
+        columns = given if self.single else {name: unshared(values) for name, values in given.items()}
+        return columns | copy.deepcopy(dict(self.arguments)) | notes.given(self.asks, self.state)
+
+    def ended(self, found: Any, notes: Notes, began: float) -> dict[str, Any]:
+        """The answer of a call that returned `found`.  Raises RewardError for what is no reward."""
+        values = validated(self.name, [found] if self.single else found, self.labels, self.process)
+        return {"values": values, "notes": notes.told(), "seconds": time.monotonic() - began}
 
 
 def unshared(values: list[Any]) -> list[Any]:
@@ -98,11 +90,10 @@ def worker(specs: Sequence[str]) -> Callable[..., Any]:
 
 
 class Functions:
-    """Reward functions by name.  Messages are lists `[unit, kind, what]`:
+    """Reward functions by name, and calls of them.
 
-    `row`: value of the next completion, its seconds, and what it logged (`trainer_state.Notes.told`).  `values`: of all
-    completions, those that were late, seconds, and what was logged.  `failed`: an exception in words (`process_main.told`), with
-    the completion's label where it is known; ends the unit.
+    The answer to a call has `values`, `notes` and `seconds`; or `late`, of an asynchronous one that ran out of time; or it is an
+    exception in words (`process_main.told`).  After a failure those that have not ended have none.
     """
 
     def __init__(self, live: Mapping[str, Any] | None = None) -> None:
@@ -117,8 +108,8 @@ class Functions:
         return self._found[spec]
 
     def answer(self, what: str, *request: Any) -> Any:
-        """`describe`: functions with arguments and columns in, signatures or what is wrong with them out.  `call`: units in."""
-        return [self._describe(*one) for one in request] if what == "describe" else self.run(request)
+        """`describe`: a function, arguments and columns in, its signature or what is wrong with it out.  `call`: calls in."""
+        return self._describe(*request) if what == "describe" else self.run(request)
 
     def _describe(self, spec: str, name: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
         try:
@@ -126,42 +117,30 @@ class Functions:
         except ConfigError as error:
             return {"wrong": str(error)}
 
-    def run(self, units: Sequence[Unit]) -> Iterator[list[Any]]:
-        """Call the functions of all units: the asynchronous ones side by side, then the others in order."""
-        waiting = [(n, unit) for n, unit in enumerate(units) if unit.asynchronous]
-        if waiting:
-            if self._side_by_side is None:
-                from groupwise.rewards.asynchronous import SideBySide  # most workers call no asynchronous function
+    def run(self, calls: Sequence[Call]) -> Iterator[dict[str, Any] | None]:
+        """The answers to calls: the asynchronous ones are made side by side, then the others in order."""
+        waiting = [call for call in calls if call.asynchronous]
+        if waiting and self._side_by_side is None:
+            from groupwise.rewards.asynchronous import SideBySide  # most workers call no asynchronous function
 
-                self._side_by_side = SideBySide(self._inner)
-            yield from self._side_by_side.run(waiting)
-        for n, unit in enumerate(units):
-            if not unit.asynchronous:
-                yield from ([n, *message] for message in self._plain(unit))
+            self._side_by_side = SideBySide(self._inner)
+        together = self._side_by_side.run(waiting) if waiting and self._side_by_side is not None else []
+        failed, known = any(answer is not None and "error" in answer for answer in together), iter(together)
+        for call in calls:
+            answer = next(known) if call.asynchronous else None if failed else self._plain(call)
+            failed = failed or (answer is not None and "error" in answer)
+            yield answer
 
-    def _inner(self, unit: Unit) -> Callable[..., Any]:
-        function = self.find(unit.spec)
+    def _inner(self, call: Call) -> Callable[..., Any]:
+        function = self.find(call.spec)
         return function.function if isinstance(function, ProcessReward) else function
 
-    def _plain(self, unit: Unit) -> Iterator[tuple[str, Any]]:
-        label, began = "", time.monotonic()
+    def _plain(self, call: Call) -> dict[str, Any]:
+        began, notes = time.monotonic(), call.notes()
         try:
-            function = self._inner(unit)
-            if not unit.single:
-                notes = unit.notes()
-                found = function(**unit.keywords(), **notes.given(unit.asks, unit.state))
-                values = validated(unit.name, found, unit.labels, unit.process)
-                yield "values", [values, [], time.monotonic() - began, notes.told()]
-                return
-            for label, row in zip(unit.labels, unit.rows(), strict=True):
-                began, notes = time.monotonic(), unit.notes()
-                found = function(**row, **notes.given(unit.asks, unit.state))
-                (value,) = validated(unit.name, [found], [label], unit.process)
-                yield "row", [value, time.monotonic() - began, notes.told()]
-        except GeneratorExit:
-            raise
+            return call.ended(self._inner(call)(**call.keywords(notes)), notes, began)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: nobody but the function can have raised them here
-            yield "failed", told(error) | {"label": label}
+            return told(error)
 
 
 def _builtin(name: str) -> Callable[..., Any]:

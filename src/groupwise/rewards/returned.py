@@ -15,7 +15,7 @@ from groupwise.errors import RewardError
 from groupwise.rewards.step_rewards import checked_steps
 
 if TYPE_CHECKING:
-    from groupwise.rewards.outcomes import Outcome
+    from groupwise.rewards.calls import Outcome
 
 LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """A reward beyond this is taken for an accident: single precision cannot hold it."""
@@ -26,7 +26,7 @@ def describe_failure(name: str, labels: Sequence[str], outcome: Outcome) -> str:
 
     It may quote a completion: control characters are shown as escapes.
 
-    >>> from groupwise.rewards.outcomes import Outcome
+    >>> from groupwise.rewards.calls import Outcome
     >>> describe_failure("f", ["0#0"], Outcome(failure="error", kind="ValueError", message="\x1b[31mred"))
     "the reward function 'f' raised ValueError: \\x1b[31mred; on 0#0"
     """
