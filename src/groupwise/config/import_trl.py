@@ -16,7 +16,8 @@ from typing import Any
 
 from groupwise.config.trl import FATES, TABLE
 from groupwise.config.trl_convert import KINDS, ROLLED, Configuration, Line, Need, Note, Value, Write, flow, short
-from groupwise.config.trl_files import OPEN, SHELL_SCRIPTS, read_arguments
+from groupwise.config.trl_files import SHELL_SCRIPTS, read_arguments
+from groupwise.config.trl_scripts import OPEN
 from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import closest

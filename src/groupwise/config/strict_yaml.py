@@ -93,10 +93,13 @@ class Document:
     def _find(self, path: Path) -> tuple[Any, bool]:
         here: Any = self.values
         for key in path:
-            if (isinstance(here, dict) and key in here) or (isinstance(here, list) and isinstance(key, int) and key < len(here)):
-                here = here[key]
-            else:
-                return None, False
+            match here:
+                case dict() if key in here:
+                    here = here[key]
+                case list() if isinstance(key, int) and key < len(here):
+                    here = here[key]
+                case _:
+                    return None, False
         return here, True
 
     def place(self, path: Path) -> Place:
