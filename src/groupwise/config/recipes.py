@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -99,7 +99,8 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
     document = Document({})
     if isinstance(base, Recipe):
         document = Document(_lists(dataclasses.asdict(base)))
-        earlier = [text.removeprefix(STAGE).partition(":")[0] for text in _texts(document.values) if text.startswith(STAGE)]
+        texts = [text for _, text in _placed("", document.values)]
+        earlier = [text.removeprefix(STAGE).partition(":")[0] for text in texts if text.startswith(STAGE)]
     elif base is not None:
         file, name = find_recipe(base), str(base)
         document, problems = parse(_read(file), name if Path(base).is_file() else file.name)
@@ -113,7 +114,7 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
     problems += [] if problems else _broken_rules(recipe, document, earlier)
     if problems:
         _refuse(name, problems)
-    return _with_objects(recipe, {text: text for text in _texts(document.values) if isinstance(text, Live)})
+    return _with_objects(recipe, {text: text for _, text in _placed("", document.values) if isinstance(text, Live)})
 
 
 def _lists(value: Any) -> Any:
@@ -121,15 +122,6 @@ def _lists(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _lists(inner) for key, inner in value.items()}
     return [_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _texts(value: Any) -> Iterable[str]:
-    """Every text inside of plain values."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
 
 
 def _with_objects(value: Any, objects: Mapping[str, Live]) -> Any:
@@ -329,8 +321,10 @@ def _message(key: str, kind: str, value: Any, text: str = "") -> str:
         return f"{got} (write {value:.0f})"
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d_]*(\.[\d_]*)?", value) and "_" in value:
         return f"{got} (a number has no _: write {value.replace('_', '')})"
-    if kind == "string_type" and isinstance(value, (Mapping, list)) and value:
+    if kind == "string_type" and isinstance(value, (Mapping, list)) and value and "list" not in setting.expected:
         return f"{got} (braces and brackets have a meaning in YAML: write the text in quotes)"
+    if value in ("", []) and setting.default not in (dataclasses.MISSING, None):
+        return f"{got} (leave it out for the default, {schema.show(setting.default)})"
     if isinstance(value, str) and setting.expected.startswith("one of "):
         choices = setting.expected.removeprefix("one of ").removesuffix(", or null").split(", ")
         return got + closest(value, choices)

@@ -105,7 +105,8 @@ def expected(hint: Any) -> str:
         if base is int:
             bounds = [Ge(int(bound.gt) + 1) if isinstance(bound, Gt) else bound for bound in bounds]  # type: ignore[arg-type]
         if any(isinstance(bound, MinLen) for bound in bounds):
-            return f"{expected(base)}, not empty"
+            article, _, rest = expected(base).partition("a ")
+            return f"a non-empty {rest}" if rest and not article else f"non-empty {expected(base)}"
         return f"{expected(base)} {_range(bounds)}"
     if len(members) > 1:
         return " or ".join(expected(member) for member in members)
