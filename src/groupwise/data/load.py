@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic
@@ -146,6 +148,32 @@ def _load(
     train: bool = True,
 ) -> Data[Item]:
     """Rows -> examples, once -> parts -> records."""
+    with _collector_at_rest():
+        return _loaded(settings, template, kind, seed, limit=limit, eos_ids=eos_ids, train=train)
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Without the garbage collector, which would walk over the rows again and again, a fifth of the time: all of them stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _loaded(
+    settings: DataSettings,
+    template: Template,
+    kind: Kind[Item],
+    seed: int,
+    *,
+    limit: int,
+    eos_ids: Sequence[int],
+    train: bool,
+) -> Data[Item]:
     sources = _sources(settings, kind.name, seed)
     rows, held_out = (None if part is None else kind.read(part, template) for part in sources)
     assert rows is not None

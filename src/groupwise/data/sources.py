@@ -158,12 +158,11 @@ def with_messages(row: Row, where: str) -> Row:
     >>> with_messages({"messages": '[{"role": "user", "content": "Hi"}]', "answer": '[{"role": "user"}]'}, "row 1")
     {'messages': [{'role': 'user', 'content': 'Hi'}], 'answer': '[{"role": "user"}]'}
     """
-    read = {
-        column: _messages_in(value, column, where)
-        for column in ROW
-        if isinstance(value := row.get(column), str) and _LISTS.match(value) and "role" in value
-    }
-    return {**row, **read} if read else row
+    for column in ROW:
+        value = row.get(column)
+        if isinstance(value, str) and "role" in value and _LISTS.match(value):
+            row = {**row, column: _messages_in(value, column, where)}
+    return row
 
 
 def shared_conversation(row: Row, where: str) -> Row:
@@ -425,7 +424,7 @@ def _too_long(where: str, error: ValueError) -> DataError:
 
 def _decode(data: bytes, where: str) -> str:
     try:
-        return data.decode("utf-8-sig")
+        return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         bad = data[error.start]
         raise DataError(f"{where}: not UTF-8: byte 0x{bad:02x} at offset {error.start}") from None

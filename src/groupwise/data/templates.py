@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -573,17 +573,20 @@ def _is_text(said: Messages) -> bool:
     return len(said) == 1 and not beside(said[0])
 
 
-def _texts_of(value: object) -> Iterator[str]:
+def _texts_of(value: object) -> list[str]:
     """Every string inside of a value, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _texts_of(key)
-            yield from () if _is_name(key, inner) else _texts_of(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts_of(inner)
+    texts: list[str] = []
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, Mapping):
+            for key, inner in reversed(value.items()):
+                waiting += (key,) if _is_name(key, inner) else (inner, key)
+        elif isinstance(value, list | tuple):
+            waiting += reversed(value)
+    return texts
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
