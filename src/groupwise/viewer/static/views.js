@@ -836,7 +836,7 @@ VIEWS.curves = async (main) => {
   const health = await ask("health", { run: runHere().run }, runHere().state === "live");
   const { work } = health;
   if (!still()) return;
-  fill(main, control, work.length && !here.metric ? panel("Where a step goes, over the last ten", workTable(work)) : null, found);
+  fill(main, control, found, work.length && !here.metric ? panel("Where a step goes, over the last ten", workTable(work)) : null);
   if (!names.length) {
     fill(found, empty("This run has no metrics yet."));
     return;
@@ -904,8 +904,15 @@ VIEWS.curves = async (main) => {
             });
           },
         });
-        const last = lines.map((line) => (line.raw || line.ys).filter((value) => value !== null).at(-1));
-        frame.querySelector("figcaption").append(h("span", { class: "last", text: last.map((value) => fmt(value)).join(" · ") }));
+        const last = lines.map((line) =>
+          h("span", {
+            style: lines.length > 1 ? { color: line.colour } : {},
+            text: fmt((line.raw || line.ys).filter((value) => value !== null).at(-1)),
+          }),
+        );
+        frame
+          .querySelector("figcaption")
+          .append(h("span", { class: "last" }, ...last.flatMap((one, i) => (i ? [" · ", one] : [one]))));
       } catch (error) {
         fill(element, failed(error));
       }
