@@ -63,9 +63,9 @@ def pairs(texts: Sequence[str], option: str) -> dict[str, Any]:
     return found
 
 
-def texts(given: Sequence[str], option: str) -> dict[str, str]:
+def texts(options: Sequence[str], option: str) -> dict[str, str]:
     """`KEY=VALUE` options whose values are text.  Raises ConfigError."""
-    return {key: str(value) for key, value in pairs(given, option).items()}
+    return {key: str(value) for key, value in pairs(options, option).items()}
 
 
 def environment(command: argparse.ArgumentParser) -> None:

@@ -28,17 +28,17 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=typed.seed, default=0, metavar="N", help="of the samples (default %(default)s)")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Talk."""
-    if not given.temperature >= 0:
-        raise ConfigError(f"--temperature must be at least 0, got {given.temperature:g}")
+    if not options.temperature >= 0:
+        raise ConfigError(f"--temperature must be at least 0, got {options.temperature:g}")
     return chat(
-        given.checkpoint,
-        system=given.system,
-        temperature=given.temperature,
-        max_new_tokens=given.max_new_tokens,
-        seed=given.seed,
-        environment=typed.pairs(given.environment, "--environment") or None,
+        options.checkpoint,
+        system=options.system,
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        environment=typed.pairs(options.environment, "--environment") or None,
     )
 
 

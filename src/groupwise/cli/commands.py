@@ -64,16 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors of Groupwise print one short message to stderr; `--debug` adds the traceback.
     """
-    given = _parse(arguments)
+    options = _parse(arguments)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     # Torch reads this when it makes its first tensor: large tensors in pages of 2 MB, whose numbers are read faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     gc.set_threshold(20_000)  # torch and transformers make a million objects that stay: looking through them takes half a second
     log_to_stderr()
     try:
-        return given.run(given)
+        return options.run(options)
     except GroupwiseError as error:
-        if given.debug:
+        if options.debug:
             raise
         _tell(_as_options("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])))
         if error.everywhere:
@@ -82,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             comm.last_words()
         return error.exit_code
     except KeyboardInterrupt:
-        if given.debug:
+        if options.debug:
             raise
-        trained = given.command == "train" and not given.dry_run
+        trained = options.command == "train" and not options.dry_run
         again = "; the same command continues from the last checkpoint" if trained else ""
         _tell(f"interrupted{again}", before="\n")
         return INTERRUPTED
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         from groupwise.utils.files import disk_failed
 
-        if given.debug or not disk_failed(error):
+        if options.debug or not disk_failed(error):
             raise
         place = error.filename or "the working directory, or where the output goes"
         _tell("\n".join([f"StorageError: {error.strerror}: {place}", *getattr(error, "__notes__", ())]))
@@ -178,16 +178,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         hint = f"did you mean {near}?" if near is not None else f"there are {', '.join(COMMANDS)}"
         parser.error(f"there is no command {typed[0]!r}; {hint}")
     behind = typed.index("--") if typed[:1] == ["serve"] and "--" in typed else len(typed)
-    given, rest = parser.parse_known_args(typed[:behind])
-    unknown = [text for text in rest if text.startswith("-") or "overrides" not in vars(given)]
+    options, rest = parser.parse_known_args(typed[:behind])
+    unknown = [text for text in rest if text.startswith("-") or "overrides" not in vars(options)]
     if unknown:
-        command = commands[given.command]
-        command.error(_unknown(unknown[0], typed, command, overrides="overrides" in vars(given)))
+        command = commands[options.command]
+        command.error(_unknown(unknown[0], typed, command, overrides="overrides" in vars(options)))
     if rest:
-        given.overrides = [*given.overrides, *rest]
-    if "more" in vars(given):
-        given.more = typed[behind + 1 :]
-    return given
+        options.overrides = [*options.overrides, *rest]
+    if "more" in vars(options):
+        options.more = typed[behind + 1 :]
+    return options
 
 
 def _joined(typed: Sequence[str]) -> list[str]:

@@ -22,9 +22,9 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("shell", choices=SHELLS, help="whose script to print")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the script."""
-    print(script(given.shell), end="")
+    print(script(options.shell), end="")
     return 0
 
 

@@ -16,14 +16,14 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print."""
     from groupwise.config.schema import describe, first_sentence, knobs, reference, settings_table
 
-    if given.markdown:
+    if options.markdown:
         print(reference(), end="")
-    elif given.key is not None:
-        print(describe(given.key))
+    elif options.key is not None:
+        print(describe(options.key))
     else:
         width = max(map(len, knobs()))
         for key in knobs():

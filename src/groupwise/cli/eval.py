@@ -57,35 +57,35 @@ class Counter:
             print(f"\r\033[Kevaluating, {kind}: {done:,} of {count:,} prompts{end}", end="", file=self.stream, flush=True)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Evaluate and print."""
-    if given.data is not None and given.task is not None:
+    if options.data is not None and options.task is not None:
         raise ConfigError("say what to evaluate on: --data or --task, not both")
-    if given.temperature is not None and not 0 < given.temperature < math.inf:
-        raise ConfigError(f"--temperature must be greater than 0, got {given.temperature:g} (greedy is always reported too)")
-    task_args, columns = typed.pairs(given.task_arg, "--task-arg"), typed.texts(given.column, "--column")
+    if options.temperature is not None and not 0 < options.temperature < math.inf:
+        raise ConfigError(f"--temperature must be greater than 0, got {options.temperature:g} (greedy is always reported too)")
+    task_args, columns = typed.pairs(options.task_arg, "--task-arg"), typed.texts(options.column, "--column")
     from groupwise.api.evaluate import evaluate
 
     report = evaluate(
-        given.checkpoint,
-        data=given.data,
-        task=given.task,
+        options.checkpoint,
+        data=options.data,
+        task=options.task,
         task_args=task_args or None,
-        split=given.split,
+        split=options.split,
         columns=columns or None,
-        template=given.template,
-        chat=given.chat,
-        system=given.system,
-        rewards=given.reward,
-        verdict=given.verdict,
-        environment=typed.pairs(given.environment, "--environment") or None,
-        k=given.k,
-        temperature=given.temperature,
-        max_new_tokens=given.max_new_tokens,
-        limit=given.limit,
-        seed=given.seed,
-        overrides=given.overrides,
-        progress=None if given.json else Counter(sys.stderr).show,
+        template=options.template,
+        chat=options.chat,
+        system=options.system,
+        rewards=options.reward,
+        verdict=options.verdict,
+        environment=typed.pairs(options.environment, "--environment") or None,
+        k=options.k,
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        limit=options.limit,
+        seed=options.seed,
+        overrides=options.overrides,
+        progress=None if options.json else Counter(sys.stderr).show,
     )
-    print(report.to_json() if given.json else report.render())
+    print(report.to_json() if options.json else report.render())
     return 0

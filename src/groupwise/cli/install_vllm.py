@@ -16,14 +16,14 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Install, and say where it is."""
     from groupwise.rollout.vllm.server import ENVIRONMENT, FOLDER, install
     from groupwise.utils.files import expanded
 
-    folder = expanded(given.folder)
+    folder = expanded(options.folder)
     print(f"installing vLLM into {folder}: 2.5 GB, a few minutes", flush=True)
-    install(folder, gpu=given.gpu)
-    found = "it is found there" if given.folder == FOLDER else f"say where it is: export {ENVIRONMENT}={folder.absolute()}"
+    install(folder, gpu=options.gpu)
+    found = "it is found there" if options.folder == FOLDER else f"say where it is: export {ENVIRONMENT}={folder.absolute()}"
     print(f"done; {found}.  Next: groupwise train RECIPE rollout.engine=vllm")
     return 0

@@ -29,36 +29,38 @@ def arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """List, tell, show, copy or translate."""
     from groupwise.config.bundled import bundled_recipes, find_recipe, header
 
     bundled = bundled_recipes()
-    if given.action == "list":
+    if options.action == "list":
         wide = max(map(len, bundled), default=0)
         for name, path in bundled.items():
             print(f"{name:{wide}}  {header(path).partition(chr(10))[0]}")
         return 0
-    if given.action not in ACTIONS:
-        if given.name is not None:
-            raise ConfigError(f"groupwise recipes takes the name of one recipe, or copy, show or import-trl; got {given.action!r}")
-        print(header(given.action))
+    if options.action not in ACTIONS:
+        if options.name is not None:
+            raise ConfigError(
+                f"groupwise recipes takes the name of one recipe, or copy, show or import-trl; got {options.action!r}"
+            )
+        print(header(options.action))
         return 0
-    if given.action == "import-trl":
-        return _import(given.name, given.to, given.devices or 1, given.kind)
-    if given.devices is not None or given.kind is not None:
+    if options.action == "import-trl":
+        return _import(options.name, options.to, options.devices or 1, options.kind)
+    if options.devices is not None or options.kind is not None:
         raise ConfigError("--devices and --as belong to groupwise recipes import-trl FILE")
-    if given.name is None:
-        raise ConfigError(f"groupwise recipes {given.action} needs a NAME: one of {', '.join(bundled)}")
-    source = find_recipe(given.name)
-    if given.action == "show":
+    if options.name is None:
+        raise ConfigError(f"groupwise recipes {options.action} needs a NAME: one of {', '.join(bundled)}")
+    source = find_recipe(options.name)
+    if options.action == "show":
         print(source.read_text(encoding="utf-8"), end="")
         return 0
-    target = Path(given.to or source.name)
+    target = Path(options.to or source.name)
     if target.is_dir():
         target /= source.name
     if target.exists():
-        raise ConfigError(f"{target} exists already; name another file: groupwise recipes copy {given.name} OTHER.yaml")
+        raise ConfigError(f"{target} exists already; name another file: groupwise recipes copy {options.name} OTHER.yaml")
     try:
         files.write(target, source.read_bytes())
     except OSError as error:

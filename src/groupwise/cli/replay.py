@@ -28,19 +28,19 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Replay and print; 1 if a number differs."""
     from groupwise.api.replay_report import as_dict, render, token_gradients
     from groupwise.runs.replay import REACH, replay
     from groupwise.utils.terminal import escaped
 
-    if given.tokens and not given.json:
+    if options.tokens and not options.json:
         raise ConfigError("--tokens is a part of the JSON: say --json too")
-    reach = REACH if given.reach is None else given.reach
-    replayed = replay(given.folder, given.step, given.changes, model=not given.no_model, reach=reach)
-    if not given.json:
+    reach = REACH if options.reach is None else options.reach
+    replayed = replay(options.folder, options.step, options.changes, model=not options.no_model, reach=reach)
+    if not options.json:
         print(escaped(render(replayed)))
-    elif given.tokens:
+    elif options.tokens:
         print(json.dumps({**as_dict(replayed), "tokens": token_gradients(replayed)}, allow_nan=False))
     else:
         print(json.dumps(as_dict(replayed), indent=1, allow_nan=False))

@@ -20,13 +20,13 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print a line a run."""
     from groupwise.errors import RunError
     from groupwise.runs.folder import last_metrics, list_runs, standing
     from groupwise.runs.run_files import RunFiles
 
-    root = Path(given.folder)
+    root = Path(options.folder)
     if not root.is_dir():
         raise ConfigError(f"no such folder: {root}{near_path(root)}")
     rows = []

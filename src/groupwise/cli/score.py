@@ -30,34 +30,34 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rows", type=typed.count, default=10, metavar="N", help="rows to print (default %(default)s)")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Score and print."""
     from groupwise.config.settings import RewardSettings
     from groupwise.runs.origin import origin_of
     from groupwise.runs.trust import demand_trust
 
-    options = typed.pairs(given.arg, "--arg")
-    if given.reward is None:
-        origin = origin_of(given.file) if expanded(given.file).is_dir() else None
+    keywords = typed.pairs(options.arg, "--arg")
+    if options.reward is None:
+        origin = origin_of(options.file) if expanded(options.file).is_dir() else None
         if origin is None or not origin.recipe.rewards:
-            if not expanded(given.file).exists():
-                raise ConfigError(f"there is no {given.file}{near_path(expanded(given.file))}")
+            if not expanded(options.file).exists():
+                raise ConfigError(f"there is no {options.file}{near_path(expanded(options.file))}")
             raise ConfigError(
-                f"name a reward function: groupwise score REWARD {given.file} (only a run with rewards brings its own)"
+                f"name a reward function: groupwise score REWARD {options.file} (only a run with rewards brings its own)"
             )
-        if options:
-            raise ConfigError(f"--arg belongs to a function that is named: groupwise score REWARD {given.file} --arg ...")
+        if keywords:
+            raise ConfigError(f"--arg belongs to a function that is named: groupwise score REWARD {options.file} --arg ...")
         demand_trust(origin, ("rewards",))
         functions: Sequence[RewardSettings] = origin.recipe.rewards
     else:
-        functions = [RewardSettings(function=name.strip(), args=options) for name in given.reward.split(",")]
-    if options and len(functions) > 1:
+        functions = [RewardSettings(function=name.strip(), args=keywords) for name in options.reward.split(",")]
+    if keywords and len(functions) > 1:
         raise ConfigError(f"--arg belongs to one function, but {len(functions)} are named; score them one by one")
     from groupwise.api.score import score_file
 
-    columns, chosen = typed.texts(given.column, "--column"), None if given.steps is None else steps_of(given.steps)
-    report = score_file(functions, given.file, columns=columns, limit=given.limit, steps=chosen)
-    print(report.render(rows=given.rows))
+    columns, chosen = typed.texts(options.column, "--column"), None if options.steps is None else steps_of(options.steps)
+    report = score_file(functions, options.file, columns=columns, limit=options.limit, steps=chosen)
+    print(report.render(rows=options.rows))
     return 0
 
 

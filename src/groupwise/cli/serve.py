@@ -32,32 +32,32 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(more=[])
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Become the server, or serve until Ctrl-C."""
-    if not given.native:
+    if not options.native:
         from groupwise.rollout.vllm.server import serve
 
         serve(
-            given.model,
-            host=given.host,
-            port=given.port,
-            rows=given.rows,
-            dtype=given.dtype,
-            cache=given.cache,
-            more=given.more,
+            options.model,
+            host=options.host,
+            port=options.port,
+            rows=options.rows,
+            dtype=options.dtype,
+            cache=options.cache,
+            more=options.more,
         )
-    return _native(given)
+    return _native(options)
 
 
-def _native(given: argparse.Namespace) -> int:
-    if given.cache is not None or given.more:
+def _native(options: argparse.Namespace) -> int:
+    if options.cache is not None or options.more:
         raise ConfigError("--cache and arguments behind -- are vLLM's: leave them out with --native")
     from groupwise.api.loaded_policy import load_policy
     from groupwise.rollout.serving import Served
 
     token = os.environ.get(TOKEN) or None
-    policy = load_policy(given.model, dtype=given.dtype)
-    with Served(policy, name=given.model, host=given.host, port=given.port, rows=given.rows, token=token) as served:
+    policy = load_policy(options.model, dtype=options.dtype)
+    with Served(policy, name=options.model, host=options.host, port=options.port, rows=options.rows, token=token) as served:
         print(f"{served.base_url}  (Ctrl-C ends it)", flush=True)
         try:
             while True:

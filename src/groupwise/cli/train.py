@@ -40,31 +40,31 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--timeout", type=typed.positive, default=1800, metavar="S", help=patience)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Train, or tell what would be trained."""
     from groupwise.config.recipes import dump_stages, load_stages
 
-    stages = load_stages(given.recipe, given.overrides)  # a bad recipe is refused here, before torch is imported
-    if given.print_config:
+    stages = load_stages(options.recipe, options.overrides)  # a bad recipe is refused here, before torch is imported
+    if options.print_config:
         print(dump_stages(stages), end="")
         return 0
     for option in ("world", "model_config"):
-        if getattr(given, option) is not None and not given.dry_run:
+        if getattr(options, option) is not None and not options.dry_run:
             raise ConfigError(f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run")
-    if given.nproc > 1 and not given.dry_run:
-        _become_torchrun(given)
+    if options.nproc > 1 and not options.dry_run:
+        _become_torchrun(options)
     from groupwise.runs.stages import train_recipe
 
     return train_recipe(
-        given.recipe,
-        given.overrides,
-        dry_run=given.dry_run,
-        fresh=given.fresh,
-        accept_changes=given.accept_changes,
-        quiet=given.quiet,
-        timeout=given.timeout,
-        world=given.world or (given.nproc if given.nproc > 1 else None),
-        model_config=None if given.model_config is None else read_model_config(given.model_config),
+        options.recipe,
+        options.overrides,
+        dry_run=options.dry_run,
+        fresh=options.fresh,
+        accept_changes=options.accept_changes,
+        quiet=options.quiet,
+        timeout=options.timeout,
+        world=options.world or (options.nproc if options.nproc > 1 else None),
+        model_config=None if options.model_config is None else read_model_config(options.model_config),
         report=report,
     )
 
@@ -94,17 +94,17 @@ def report(folder: Path) -> None:
         )
 
 
-def _become_torchrun(given: argparse.Namespace) -> NoReturn:
+def _become_torchrun(options: argparse.Namespace) -> NoReturn:
     """Replace this process by the launcher, which starts the same command `--nproc` times."""
     if "RANK" in os.environ:
         raise ConfigError("--nproc starts processes, but a launcher has started this one already: leave --nproc out")
     switches = ("debug", "fresh", "accept_changes", "quiet")
-    flags = [f"--{name.replace('_', '-')}" for name in switches if getattr(given, name)] + [f"--timeout={given.timeout}"]
+    flags = [f"--{name.replace('_', '-')}" for name in switches if getattr(options, name)] + [f"--timeout={options.timeout}"]
     python = [sys.executable, "-P"]  # the working folder may hold a random.py
-    launcher = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.nproc}", "--no-python"]
+    launcher = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}", "--no-python"]
     # Else torchrun gives every process a single thread, however many cores there are.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc)))
     # Seconds that torchrun gives the others to end once one has failed: nothing is saved then that was not saved before.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, *python, "-u", "-m", "groupwise", "train", given.recipe, *given.overrides, *flags])
+    os.execv(sys.executable, [*launcher, *python, "-u", "-m", "groupwise", "train", options.recipe, *options.overrides, *flags])

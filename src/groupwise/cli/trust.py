@@ -20,17 +20,17 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.epilog = "It holds for the recipe as it is now, for you, on this machine. Your own runs need no trust."
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print, and seal."""
     from groupwise.runs.origin import origin_of
     from groupwise.runs.trust import named_code, seal
 
-    origin = origin_of(given.folder)
+    origin = origin_of(options.folder)
     if origin is None:
-        raise ConfigError(f"{given.folder} is no run: only what a recipe names needs trust")
+        raise ConfigError(f"{options.folder} is no run: only what a recipe names needs trust")
     for key, text in named_code(origin.recipe):
         print(escaped(f"{key}: {text}"))
-    if not given.show:
+    if not options.show:
         seal(origin.folder)
         print(f"{origin.folder} is trusted")
     return 0

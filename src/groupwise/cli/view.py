@@ -25,22 +25,22 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.epilog = f"From another machine: ssh -L {PORT}:127.0.0.1:{PORT} HOST, and open the address there."
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Export, or serve until Ctrl-C."""
     from groupwise.viewer.report import export
     from groupwise.viewer.server import serve
 
-    if given.export is not None:
-        print(export(given.paths, given.export))
+    if options.export is not None:
+        print(export(options.paths, options.export))
         return 0
     try:
-        viewer = serve(given.paths, PORT if given.port is None else given.port)
+        viewer = serve(options.paths, PORT if options.port is None else options.port)
     except ConfigError:
-        if given.port is not None:
+        if options.port is not None:
             raise
-        viewer = serve(given.paths, 0)
+        viewer = serve(options.paths, 0)
     print(f"{viewer.address}  (Ctrl-C ends it)", flush=True)
-    if given.open:
+    if options.open:
         import webbrowser
 
         webbrowser.open(viewer.address)

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -33,49 +33,6 @@ TRAINING, HELD_OUT = "training", "evaluation"
 """The two kinds of completions that a run holds."""
 LARGEST_JSONL = 512 << 20
 """Bytes of a JSONL file; it is read as a whole."""
-
-
-class CompletionSource(Protocol):
-    """A run folder or file with completions."""
-
-    name: str
-    path: Path
-
-    def state(self) -> dict[str, Any]:
-        """`state` (live, finished, failed, stopped, file) and the last step."""
-        ...
-
-    def steps(self, kind: str = TRAINING) -> list[int]:
-        """Steps whose completions can be read, in order."""
-        ...
-
-    def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
-        """The completions of a step; columns that are not there are left out, `rewards/` is all of them.  Raises DataError."""
-        ...
-
-    def metrics(self) -> Metrics:
-        """The numbers of every step."""
-        ...
-
-    def config(self) -> dict[str, Any]:
-        """The recipe's keys, with dots."""
-        ...
-
-    def environment(self) -> dict[str, Any]:
-        """Versions, command and hardware of the last start."""
-        ...
-
-    def vocabulary(self) -> Vocabulary | None:
-        """The text of token ids, if it is known."""
-        ...
-
-    def brief(self) -> tuple[dict[str, Any], list[str]]:
-        """`state` and the names of the metrics, without reading all of it."""
-        ...
-
-    def problems(self) -> list[str]:
-        """What could not be read."""
-        ...
 
 
 MOST_NUMBERS = 1 << 26
@@ -140,6 +97,50 @@ class Metrics:
         ]
 
 
+class CompletionSource:
+    """A run folder or file with completions.  What a file cannot say is answered here: it has no recipe and no machine."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path = path
+        self.name = name or path.name
+
+    def state(self) -> dict[str, Any]:
+        """`state` (live, finished, failed, stopped, file), why it failed, the last step, and how many are planned."""
+        return {"state": "file", "last": max(self.steps(), default=0), "planned": None}
+
+    def brief(self) -> tuple[dict[str, Any], list[str]]:
+        """`state` and the names of the metrics, without reading all of it."""
+        return self.state(), list(self.metrics().values)
+
+    def steps(self, kind: str = TRAINING) -> list[int]:
+        """Steps whose completions can be read, in order."""
+        raise NotImplementedError
+
+    def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
+        """The completions of a step; columns that are not there are left out, `rewards/` is all of them.  Raises DataError."""
+        raise NotImplementedError
+
+    def metrics(self) -> Metrics:
+        """The numbers of every step."""
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        """The recipe's keys, with dots."""
+        return {}
+
+    def environment(self) -> dict[str, Any]:
+        """Versions, command and hardware of the last start."""
+        return {}
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The text of token ids, if it is known."""
+        return None
+
+    def problems(self) -> list[str]:
+        """What could not be read."""
+        return []
+
+
 Found = TypeVar("Found")
 PIECE = 1024
 """Bytes of a token that are shown."""
@@ -147,12 +148,11 @@ TOKENIZER = 1 << 27
 """Bytes of a tokenizer.json."""
 
 
-class RunSource:
+class RunSource(CompletionSource):
     """A run folder.  What is wrong in it is kept in `problems`, by file; the rest is shown."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
-        self.path = path
-        self.name = name or path.name
+        super().__init__(path, name)
         self.files = RunFiles(path)
         self._metrics = Metrics(self.files)
         self._vocabulary: Vocabulary | None = None
@@ -274,7 +274,7 @@ class RunSource:
             raise RunError(f"{self.path / name}: {error}") from error
 
 
-class FileSource:
+class FileSource(CompletionSource):
     """A Parquet or JSONL file of completions, with whatever columns it has.
 
     Understood: prompt, completion (text or messages), reward or score, metrics or `rewards/NAME`, step, group or example, finish;
@@ -282,8 +282,7 @@ class FileSource:
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
-        self.path = path
-        self.name = name or path.name
+        super().__init__(path, name)
         self._metrics = Metrics(None)
         self._steps: dict[int, pa.Table] = {}
         for step, rows in sorted(_by_step(_rows_of(path)).items()):
@@ -302,10 +301,6 @@ class FileSource:
             metrics.values["reward"].append(sum(rewards) / len(rewards) if rewards else math.nan)
             metrics.values["completions/mean_length"].append(sum(lengths) / len(lengths))
 
-    def state(self) -> dict[str, Any]:
-        """`file`, and its largest step."""
-        return {"state": "file", "last": max(self._steps, default=0), "planned": None}
-
     def steps(self, kind: str = TRAINING) -> list[int]:
         """The steps that its rows name."""
         return list(self._steps) if kind == TRAINING else []
@@ -320,26 +315,6 @@ class FileSource:
     def metrics(self) -> Metrics:
         """Mean reward and mean length in characters by step."""
         return self._metrics
-
-    def config(self) -> dict[str, Any]:
-        """Empty: a file holds no recipe."""
-        return {}
-
-    def environment(self) -> dict[str, Any]:
-        """Empty: a file does not say where it was made."""
-        return {}
-
-    def vocabulary(self) -> Vocabulary | None:
-        """None: texts of tokens are unknown."""
-        return None
-
-    def brief(self) -> tuple[dict[str, Any], list[str]]:
-        """`state` and the metrics' names."""
-        return self.state(), list(self._metrics.values)
-
-    def problems(self) -> list[str]:
-        """None: a file that cannot be read is not opened."""
-        return []
 
 
 def open_source(path: str | Path, name: str | None = None) -> CompletionSource:
