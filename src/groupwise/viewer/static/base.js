@@ -28,6 +28,55 @@ function fill(element, ...children) {
   return element;
 }
 
+/** A labelled input. */
+const field = (label, attributes, props = {}) => h("label", props, label, h("input", attributes));
+
+/** A labelled choice among [value, text] pairs. */
+const choice = (label, chosen, options, attributes) =>
+  h(
+    "label",
+    {},
+    label,
+    h(
+      "select",
+      attributes,
+      options.map(([value, text]) => h("option", { value, text, selected: value === chosen })),
+    ),
+  );
+
+/** A table that scrolls sideways: texts of its head, and rows of cells, the first of which is the row's head. */
+const table = (kind, label, heads, rows) =>
+  h(
+    "div",
+    { class: "scroll", tabindex: 0, role: "group", "aria-label": label },
+    h(
+      "table",
+      { class: kind },
+      heads &&
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            heads.map((text) => h("th", { scope: "col", text })),
+          ),
+        ),
+      h(
+        "tbody",
+        {},
+        rows.map(([first, ...cells]) =>
+          h(
+            "tr",
+            {},
+            h("th", { scope: "row" }, first),
+            cells.map((cell) => h("td", {}, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
+
 // ---------------------------------------------------------------- numbers and text
 
 /** A number as short as it can be read: three significant digits; an en dash for what is not there. */

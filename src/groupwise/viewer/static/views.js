@@ -321,39 +321,23 @@ function replayPanel(run, open) {
       .filter(Boolean)
       .map((change) => change.split("=")),
   );
-  const choice = (key, label, values, first) =>
-    h(
-      "label",
-      {},
-      label,
-      h(
-        "select",
-        { name: key },
-        [["", first], ...values.map((value) => [value, value])].map(([value, text]) =>
-          h("option", { value, text, selected: (given[key] || "") === value }),
-        ),
-      ),
-    );
+  const pick = (key, label, values, first) =>
+    choice(label, given[key] || "", [["", first], ...values.map((value) => [value, value])], { name: key });
   const numbers = h("span", { class: "numbers" });
-  const surrogate = choice("group.surrogate", "Surrogate", parts.surrogate, "the objective's");
+  const surrogate = pick("group.surrogate", "Surrogate", parts.surrogate, "the objective's");
   const shown = () => {
     const known = options[surrogate.querySelector("select").value || "clipped"] || [];
     fill(
       numbers,
       known.map((name) =>
-        h(
-          "label",
-          {},
-          name,
-          h("input", {
-            name: `group.surrogate.${name}`,
-            class: "short",
-            inputmode: "decimal",
-            pattern: "[0-9.eE+\\-]*",
-            value: given[`group.surrogate.${name}`] || "",
-            placeholder: "as it is",
-          }),
-        ),
+        field(name, {
+          name: `group.surrogate.${name}`,
+          class: "short",
+          inputmode: "decimal",
+          pattern: "[0-9.eE+\\-]*",
+          value: given[`group.surrogate.${name}`] || "",
+          placeholder: "as it is",
+        }),
       ),
     );
   };
@@ -362,12 +346,12 @@ function replayPanel(run, open) {
   const form = h(
     "form",
     { class: "controls" },
-    choice("objective", "Objective", objectives, "as recorded"),
-    choice("group.credit", "Credit", parts.credit, "the objective's"),
-    choice("group.ratio", "Ratio", parts.ratio, "the objective's"),
+    pick("objective", "Objective", objectives, "as recorded"),
+    pick("group.credit", "Credit", parts.credit, "the objective's"),
+    pick("group.ratio", "Ratio", parts.ratio, "the objective's"),
     surrogate,
     numbers,
-    choice("group.weights", "Weights", parts.weights, "the objective's"),
+    pick("group.weights", "Weights", parts.weights, "the objective's"),
     h("button", { type: "submit", class: "main", text: "Replay" }),
     open
       ? h("button", {
@@ -716,31 +700,16 @@ function workTable(rows) {
         : row.unit === "bytes"
           ? bytes(row.value)
           : Math.round(row.value).toLocaleString("en");
-  return h(
-    "div",
-    { class: "scroll" },
-    h(
-      "table",
-      { class: "work" },
-      h(
-        "tbody",
-        {},
-        rows.map((row) =>
-          h(
-            "tr",
-            {},
-            h("th", { scope: "row" }, h("a", { href: linkTo({ view: "curves", metric: row.metric }), text: row.label })),
-            h("td", { text: show(row) }),
-            h(
-              "td",
-              { class: "soft" },
-              row.share === undefined ? null : [percent(row.share), h("span", { class: "note", text: " of the step" })],
-            ),
-            h("td", { class: "soft note", text: row.meaning }),
-          ),
-        ),
-      ),
-    ),
+  return table(
+    "work",
+    "where a step goes",
+    null,
+    rows.map((row) => [
+      h("a", { href: linkTo({ view: "curves", metric: row.metric }), text: row.label }),
+      show(row),
+      row.share === undefined ? "" : [percent(row.share), h("span", { class: "note", text: " of the step" })],
+      h("span", { class: "soft note", text: row.meaning }),
+    ]),
   );
 }
 
@@ -754,22 +723,17 @@ VIEWS.curves = async (main) => {
   const control = h(
     "section",
     { class: "panel controls" },
-    h(
-      "label",
-      {},
-      "Metric",
-      h("input", {
-        type: "search",
-        id: "metric",
-        value: here.metric || "",
-        placeholder: "part of a name",
-        oninput: (event) => {
-          here.metric = event.target.value || undefined;
-          history.replaceState(null, "", addressOf(here));
-          draw();
-        },
-      }),
-    ),
+    field("Metric", {
+      type: "search",
+      id: "metric",
+      value: here.metric || "",
+      placeholder: "part of a name",
+      oninput: (event) => {
+        here.metric = event.target.value || undefined;
+        history.replaceState(null, "", addressOf(here));
+        draw();
+      },
+    }),
     h(
       "label",
       {},
@@ -788,19 +752,15 @@ VIEWS.curves = async (main) => {
         h("output", { text: weight.toFixed(2) }),
       ),
     ),
-    h(
-      "label",
-      {},
+    choice(
       "Across",
-      h(
-        "select",
-        { onchange: (event) => go({ x: event.target.value }, true) },
-        [
-          ["step", "steps"],
-          ["tokens", "tokens sampled"],
-          ["time", "time"],
-        ].map(([value, label]) => h("option", { value, selected: value === axis, text: label })),
-      ),
+      axis,
+      [
+        ["step", "steps"],
+        ["tokens", "tokens sampled"],
+        ["time", "time"],
+      ],
+      { onchange: (event) => go({ x: event.target.value }, true) },
     ),
     RUNS.length > 1
       ? h(
@@ -931,47 +891,29 @@ VIEWS.search = async (main) => {
     fill(main, panel("Search", empty("A report holds some groups only. Open the run to search all of it: groupwise view RUN")));
     return;
   }
-  const field = (name, label, attributes = {}) =>
-    h("label", {}, label, h("input", { name, value: here[name] ?? "", ...attributes }));
+  const input = (name, label, attributes) => field(label, { name, value: here[name] ?? "", ...attributes });
   const functions = run.metrics.filter((name) => /^rewards\/.*\/mean$/.test(name)).map((name) => name.slice(8, -5));
-  const select = (name, label, values) =>
-    h(
-      "label",
-      {},
-      label,
-      h(
-        "select",
-        { name },
-        values.map(([value, text]) => h("option", { value, text, selected: (here[name] ?? "") === value })),
-      ),
-    );
+  const select = (name, label, values) => choice(label, here[name] ?? "", values, { name });
   const form = h(
     "form",
     { class: "panel controls", role: "search" },
-    h(
-      "label",
-      { class: "grow" },
+    field(
       "Completion holds",
-      h("input", {
-        name: "text",
-        id: "search-text",
-        type: "search",
-        value: here.text ?? "",
-        placeholder: "text, upper or lower case",
-      }),
+      { name: "text", id: "search-text", type: "search", value: here.text ?? "", placeholder: "text, upper or lower case" },
+      { class: "grow" },
     ),
-    h("label", { class: "grow" }, "Prompt holds", h("input", { name: "prompt", type: "search", value: here.prompt ?? "" })),
+    field("Prompt holds", { name: "prompt", type: "search", value: here.prompt ?? "" }, { class: "grow" }),
     select("function", "Reward", [["", "combined"], ...functions.map((name) => [name, name])]),
-    field("low", "from", { type: "number", step: "any", class: "short" }),
-    field("high", "to", { type: "number", step: "any", class: "short" }),
+    input("low", "from", { type: "number", step: "any", class: "short" }),
+    input("high", "to", { type: "number", step: "any", class: "short" }),
     select("finish", "Finish", [
       ["", "any"],
       ["eos", "ended"],
       ["length", "cut off"],
       ["stop", "stop string"],
     ]),
-    field("first", "Steps from", { type: "number", class: "short" }),
-    field("last", "to", { type: "number", class: "short" }),
+    input("first", "Steps from", { type: "number", class: "short" }),
+    input("last", "to", { type: "number", class: "short" }),
     select("kind", "Of", [
       ["", "training"],
       ["evaluation", "held out"],
@@ -1071,28 +1013,19 @@ VIEWS.compare = async (main) => {
       "fieldset",
       {},
       h("legend", { text: label }),
-      h(
-        "label",
-        {},
+      choice(
         "Run",
-        h(
-          "select",
-          { onchange: (event) => go({ [runKey]: event.target.value, [stepKey]: null, key: null }) },
-          RUNS.map((one) => h("option", { value: one.run, selected: one === of, text: one.name })),
-        ),
+        of.run,
+        RUNS.map((one) => [one.run, one.name]),
+        { onchange: (event) => go({ [runKey]: event.target.value, [stepKey]: null, key: null }) },
       ),
-      h(
-        "label",
-        {},
-        "Step",
-        h("input", {
-          type: "number",
-          class: "short",
-          value: step ?? "",
-          min: 0,
-          onchange: (event) => go({ [stepKey]: event.target.value, key: null }),
-        }),
-      ),
+      field("Step", {
+        type: "number",
+        class: "short",
+        value: step ?? "",
+        min: 0,
+        onchange: (event) => go({ [stepKey]: event.target.value, key: null }),
+      }),
     );
   const controls = h("section", { class: "panel controls" }),
     pairs = h("div"),
@@ -1192,35 +1125,11 @@ async function differences(runs) {
 function configTable(runs, found, keys, part) {
   const show = (value) =>
     value === undefined ? "–" : value === null ? "none" : typeof value === "string" ? value : JSON.stringify(value);
-  return h(
-    "div",
-    { class: "scroll", tabindex: 0, role: "group", "aria-label": "table" },
-    h(
-      "table",
-      { class: "config" },
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          h("th", { scope: "col", text: "Key" }),
-          runs.map((run) => h("th", { scope: "col", text: run.name })),
-        ),
-      ),
-      h(
-        "tbody",
-        {},
-        keys.map((key) =>
-          h(
-            "tr",
-            {},
-            h("th", { scope: "row", text: key }),
-            found.map((one) => h("td", {}, ...visible(show(one[part][key])))),
-          ),
-        ),
-      ),
-    ),
+  return table(
+    "config",
+    "table",
+    ["Key", ...runs.map((run) => run.name)],
+    keys.map((key) => [key, ...found.map((one) => visible(show(one[part][key])))]),
   );
 }
 
@@ -1262,18 +1171,8 @@ VIEWS.why = async (main) => {
         "fieldset",
         {},
         h("legend", { text: label }),
-        h(
-          "label",
-          {},
-          "from step",
-          h("input", { name: ends[i], type: "number", class: "short", value: found[label.toLowerCase()][0] }),
-        ),
-        h(
-          "label",
-          {},
-          "to",
-          h("input", { name: ends[i + 1], type: "number", class: "short", value: found[label.toLowerCase()][1] }),
-        ),
+        field("from step", { name: ends[i], type: "number", class: "short", value: found[label.toLowerCase()][0] }),
+        field("to", { name: ends[i + 1], type: "number", class: "short", value: found[label.toLowerCase()][1] }),
       ),
     ),
     ANSWERS ? null : h("button", { type: "submit", class: "main", text: "Compare" }),
@@ -1286,37 +1185,17 @@ VIEWS.why = async (main) => {
       : null,
   );
   const searchFor = (more) => linkTo({ view: "search", first: found.after[0], last: found.after[1], ...more });
-  const table = (rows, name, link) =>
-    h(
-      "div",
-      { class: "scroll", tabindex: 0, role: "group", "aria-label": name },
-      h(
-        "table",
-        { class: "moves" },
-        h(
-          "thead",
-          {},
-          h(
-            "tr",
-            {},
-            [name, "before", "after", "goes with the reward"].map((text) => h("th", { scope: "col", text })),
-          ),
-        ),
-        h(
-          "tbody",
-          {},
-          rows.map((row) =>
-            h(
-              "tr",
-              {},
-              h("th", { scope: "row" }, link ? h("a", { href: link(row), text: row.name }) : row.name),
-              h("td", { text: fmt(row.before) }),
-              h("td", { text: fmt(row.after) }),
-              h("td", {}, relation(row.correlation)),
-            ),
-          ),
-        ),
-      ),
+  const moves = (rows, name, link) =>
+    table(
+      "moves",
+      name,
+      [name, "before", "after", "goes with the reward"],
+      rows.map((row) => [
+        link ? h("a", { href: link(row), text: row.name }) : row.name,
+        fmt(row.before),
+        fmt(row.after),
+        relation(row.correlation),
+      ]),
     );
   fill(
     body,
@@ -1351,43 +1230,17 @@ VIEWS.why = async (main) => {
       panel(
         "What is written",
         found.phrases.length
-          ? h(
-              "div",
-              { class: "scroll", tabindex: 0, role: "group", "aria-label": "phrases" },
-              h(
-                "table",
-                { class: "moves" },
-                h(
-                  "thead",
-                  {},
-                  h(
-                    "tr",
-                    {},
-                    ["phrase", "share before", "after", "reward with it", "without"].map((text) =>
-                      h("th", { scope: "col", text }),
-                    ),
-                  ),
-                ),
-                h(
-                  "tbody",
-                  {},
-                  found.phrases.map((one) =>
-                    h(
-                      "tr",
-                      {},
-                      h(
-                        "th",
-                        { scope: "row" },
-                        h("a", { class: "phrase", href: searchFor({ text: one.phrase }) }, ...visible(one.phrase, true)),
-                      ),
-                      h("td", { text: percent(one.before) }),
-                      h("td", { text: percent(one.after) }),
-                      h("td", { text: fmt(one.with) }),
-                      h("td", { text: fmt(one.without) }),
-                    ),
-                  ),
-                ),
-              ),
+          ? table(
+              "moves",
+              "phrases",
+              ["phrase", "share before", "after", "reward with it", "without"],
+              found.phrases.map((one) => [
+                h("a", { class: "phrase", href: searchFor({ text: one.phrase }) }, ...visible(one.phrase, true)),
+                percent(one.before),
+                percent(one.after),
+                fmt(one.with),
+                fmt(one.without),
+              ]),
             )
           : empty("No word or phrase became more or less frequent."),
       ),
@@ -1396,12 +1249,12 @@ VIEWS.why = async (main) => {
         {},
         panel(
           "Reward functions",
-          table(found.functions, "function", (row) => searchFor({ function: row.name })),
+          moves(found.functions, "function", (row) => searchFor({ function: row.name })),
         ),
-        panel("Form", table(found.features, "of the text")),
+        panel("Form", moves(found.features, "of the text")),
         panel(
           "How completions ended",
-          table(found.finish, "finish", (row) => searchFor({ finish: row.name })),
+          moves(found.finish, "finish", (row) => searchFor({ finish: row.name })),
         ),
       ),
     ),
@@ -1495,8 +1348,8 @@ VIEWS.lenses = async (main) => {
             go(Object.fromEntries(new FormData(event.target)));
           },
         },
-        h("label", {}, "Steps from", h("input", { name: "first", type: "number", class: "short", value: found.first })),
-        h("label", {}, "to", h("input", { name: "last", type: "number", class: "short", value: found.last })),
+        field("Steps from", { name: "first", type: "number", class: "short", value: found.first }),
+        field("to", { name: "last", type: "number", class: "short", value: found.last }),
         ANSWERS ? null : h("button", { type: "submit", class: "main", text: "Look" }),
       ),
     ),
