@@ -151,6 +151,25 @@ def test_lines_whose_digests_a_power_cut_took_are_read(recipe: Recipe, tmp_path:
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
 
 
+def test_an_evaluation_is_added_to_the_line_of_its_step(recipe: Recipe, tmp_path: Path) -> None:
+    """And costs the checksum of one line, however long the log is."""
+    with RunLog(tmp_path, recipe) as log:
+        for number in range(1, 21):
+            log.write(Step(number=number, metrics={"reward": number / 20}))
+        before = (tmp_path / "checksums.txt").read_text().splitlines()
+        log.amend(20, {"greedy": 0.5})
+        log.write(Step(number=21, metrics={"reward": 1.0}))
+        assert log.evaluated(20)
+        assert not log.evaluated(19)
+    after = (tmp_path / "checksums.txt").read_text().splitlines()
+    assert after[: len(before)] == before
+    assert len(after) == len(before) + 2
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == [*range(1, 22)]
+    assert [line.get("eval/greedy") for line in lines[-3:]] == [None, 0.5, None]
+    assert lines[19]["reward"] == 1.0
+
+
 def test_resuming_takes_away_what_will_be_done_again(recipe: Recipe, tmp_path: Path) -> None:
     written(tmp_path, recipe, range(1, 6))
     with open(tmp_path / "metrics.jsonl", "a") as file:

@@ -301,6 +301,7 @@ class RunLog:
         self.lines[step] = self.lines.get(step, {"step": step}) | _evaluated(evaluation)
         with files.storing(self.folder / METRICS, "the log"):
             self.files.note_lines(METRICS, [_line(self.lines[step]).encode()])
+            self.files.sync()  # the log is on the disk when it is replaced, and must not be there before its digest
             self._file.close()
             self._write_lines()
         self._dashboards.write({"step": step, "wall": time.time()} | _evaluated(evaluation), again=True)
