@@ -59,10 +59,8 @@ def with_groupwise(seed: int, folder: Path) -> list[dict[str, float]]:
         if step.number > 0:
             seconds.append(now - start if found is None else statistics.median(seconds))
         if found is not None:
-            points.append(
-                {"step": step.number, "seconds": sum(seconds), "greedy": found.greedy.mean, "sampled": found.sampled.mean,
-                 "pass@8": found.pass_at_k.mean}
-            )  # fmt: skip
+            accuracies = {name: found[name] for name in ("greedy", "sampled", "pass@8")}
+            points.append({"step": step.number, "seconds": sum(seconds), **accuracies})
         start = time.process_time()
     return points
 
