@@ -98,73 +98,73 @@ STEP = re.compile(r"step \d+/\d+ ")
 
 PARTS = (
     Part(
-        "A fresh clone",
-        "Linux or macOS (on Windows: WSL), Python 3.11 or 3.12 and make are needed, and nothing else. `make demo` makes a virtual\n"
-        "environment, installs, and runs\n"
-        "`recipes/demo.yaml`: a model of 0.4M parameters learns three-digit addition from demonstrators who forget carries. Then\n"
-        "GRPO is told only whether an answer is right.",
-        runs=(Run("make demo", lines=(0, 45), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),
-        after="The table at the end is the result: held-out prompts, before and after, each with half of its 95 % interval. From\n"
-        "here on `groupwise` is the one in `.venv/bin` (`source .venv/bin/activate`).",
+        "The demo",
+        "You need Linux or macOS, Python 3.11 or 3.12 and make ([install](install.md)). `make demo` makes a virtual environment,\n"
+        "installs, and trains a model of 0.4M parameters on three-digit addition. First it learns from demonstrators who forget\n"
+        "carries (SFT). Then GRPO only says whether an answer is right.",
+        runs=(Run("make demo", lines=(0, 30), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),
+        after="The last table is the result: accuracy on prompts that training never saw, before and after GRPO. ± is half of a 95 %\n"
+        "interval. `source .venv/bin/activate` puts `groupwise` on your path.",
     ),
     Part(
-        "Your data, your reward, your model",
-        "Data are rows with a `prompt` and whatever columns your rewards want. Here: additions in which the last two digits\n"
-        "carry, the ones that the demonstrators get wrong.",
+        "Your data, your reward",
+        "Data are rows with a `prompt` and the columns that your rewards need. These are additions whose last two digits carry,\n"
+        "which the demonstrators get wrong. The reward gives partial credit for every right digit.",
         files=(("python", "make_data.py", DATA), ("python", "my_rewards.py", REWARD), ("yaml", "my.yaml", RECIPE)),
         runs=(
             Run("python make_data.py && head -n 3 train.jsonl"),
             Run(
                 "groupwise score my_rewards.py:digits runs/demo/grpo",
-                "Try the reward on completions that exist, before it trains anything. Those of the demo's last step:",
+                "Try the reward on completions that exist: those of the demo's last step.",
                 (12, 0),
             ),
             Run(
                 "groupwise check my.yaml",
-                "Preflight: is what is sampled what is scored, are the gold answers found, does the model stop?",
+                "The preflight compares sampled with scored log-probs, and tests gold answers and end tokens.",
                 (0, 18),
             ),
         ),
     ),
     Part(
         "Train",
-        "The plan comes first, then each step (in a terminal, one line that is renewed). Ctrl-C saves the last step; the\n"
-        "same command continues from there.",
+        "The plan comes first, then each step. In a terminal it is one line that is renewed. Ctrl-C saves the last step. The same\n"
+        "command continues from there.",
         runs=(
             Run(
                 "groupwise train my.yaml",
-                lines=(0, 42),
+                lines=(0, 30),
                 fast="groupwise train my.yaml steps=2 eval.every=1 eval.k=2 data.limit=60 group.prompts_per_step=4",
             ),
         ),
-        after="Sampled accuracy on held-out prompts is the figure to look at; `mean reward` holds the 0.2 of `digits` too.",
+        after="Look at the sampled accuracy on held-out prompts. The mean reward also contains the 0.2 of `digits`.",
     ),
     Part(
         "Evaluate, look, share",
-        "An evaluation by itself: what the run held out, asked as the run asked (`--data FILE` for other rows).",
+        "An evaluation asks what the run held out, as the run asked it. `--data FILE` takes other rows.",
         runs=(
             Run("groupwise eval runs/mine", fast="groupwise eval runs/mine --limit 4"),
             Run(
                 "groupwise replay runs/mine --step 20 --set objective=dr_grpo",
-                "What would Dr. GRPO have done with the same completions? The step is computed again from its record, first as it\n"
-                "was (every number must be the same), then changed:",
+                "What would Dr. GRPO have done with the same completions? The replay recomputes the recorded step, first as it was,\n"
+                "then with the change:",
                 (0, 22),
                 fast="groupwise replay runs/mine --step 2 --set objective=dr_grpo",
             ),
             Run(
                 "groupwise view runs/mine --export report.html && ls report.html",
-                "`groupwise view runs/mine` opens the run in the browser. For a colleague: one self-contained page, to be mailed.",
+                "`groupwise view runs/mine` opens the run in the browser. `--export` writes one page that you can mail.",
             ),
         ),
-        after="![The viewer on a run](images/viewer.png)\n\nHow to read it: [how to read a run](monitoring.md).",
+        after="![The viewer on a run](images/viewer.png)\n\n"
+        "Next: [how to read a run](monitoring.md), [a real model](real-model.md).",
     ),
 )
 
 HEAD = """\
 # The first hour
 
-Written by `python docs/first_hour.py`, which ran every command below, in this order, on a fresh clone; the tests run the same
-commands with smaller settings. {what}
+This page trains a tiny model, then trains it further on your own data with your own reward. `python docs/first_hour.py` ran every
+command below on a fresh clone. {what}
 """
 
 
@@ -220,23 +220,17 @@ def transcript(folder: Path, environment: dict[str, str], *, fast: bool) -> str:
             (folder / name).write_text(text, encoding="utf-8")
             body += [f"```{language} file={name}", text.rstrip("\n"), "```", ""]
         for run in part.runs:
-            output, elapsed, processor = shell.run(run)
+            output, _, processor = shell.run(run)
             output = output.replace(str(folder) + "/", "").replace(str(folder), ".")
             body += [run.says, ""] if run.says else []
             body += ["```text", f"$ {run.command}", shortened(output, run.lines), "```", ""]
-            if elapsed > 10:
-                body += [f"({elapsed:.0f} s, {processor:.0f} s of processor time)", ""]
+            if processor > 10:
+                body += [f"({processor:.0f} s of processor time)", ""]
         body += [part.after, ""] if part.after else []
     facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
-    elapsed, processor = (sum(column) for column in zip(*shell.spent, strict=True))
-    cpu = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"
-    )
-    what = (
-        f"All commands together took {elapsed / 60:.1f} minutes, {processor / 60:.1f} of them\nof processor time, with "
-        f"{os.cpu_count()} cores ({cpu}) that other work was using too, and packages from a near index."
-    )
+    processor = sum(spent for _, spent in shell.spent)
+    what = f"All commands together took {processor / 60:.1f} minutes of processor time, installation included ({cpu})."
     return (HEAD.format(what=what) + "\n" + "\n".join(body)).rstrip("\n") + "\n"
 
 
