@@ -103,8 +103,8 @@ PARTS = (
         "installs, and trains a model of 0.4M parameters on three-digit addition. First it learns from demonstrators who forget\n"
         "carries (SFT). Then GRPO only says whether an answer is right.",
         runs=(Run("make demo", lines=(0, 30), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),
-        after="The last table is the result: accuracy on prompts that training never saw, before and after GRPO. ± is half of a 95 %\n"
-        "interval. `source .venv/bin/activate` puts `groupwise` on your path.",
+        after="The last table is the result: accuracy on prompts that training never saw, before and after GRPO. "
+        "± is half of a 95 %\ninterval. `source .venv/bin/activate` puts `groupwise` on your path.",
     ),
     Part(
         "Your data, your reward",
@@ -145,8 +145,8 @@ PARTS = (
             Run("groupwise eval runs/mine", fast="groupwise eval runs/mine --limit 4"),
             Run(
                 "groupwise replay runs/mine --step 20 --set objective=dr_grpo",
-                "What would Dr. GRPO have done with the same completions? The replay recomputes the recorded step, first as it was,\n"
-                "then with the change:",
+                "What would Dr. GRPO have done with the same completions? The replay recomputes the recorded step, "
+                "first as it was,\nthen with the change:",
                 (0, 22),
                 fast="groupwise replay runs/mine --step 2 --set objective=dr_grpo",
             ),

@@ -168,13 +168,9 @@ def metrics_page() -> str:
 METRICS_INTRO = """\
 # The metrics
 
-To look up what a figure of your run means. Every step writes one line of `metrics.jsonl` with these keys. A
-quantity that was not computed has no key: no `kl` without a reference, no ratios in a step where every group was dead. Words in
-capitals stand for a name. "Yours" is the unit of your reward functions. Which of them to look at, and in what order: [how to read
-a run](monitoring.md).
-
-The last column holds rules of thumb for reasoning tasks with a checker. The one exact figure is `mismatch`: the same token under
-the same weights has one probability. Made by `make docs` from `groupwise.training.metric_table`.
+Every step writes one line of `metrics.jsonl` with these keys. A quantity that was not computed has no key. Words in capitals stand
+for a name. "Yours" is the unit of your reward functions. The last column holds rules of thumb for reasoning tasks with a checker.
+What to look at first: [how to read a run](monitoring.md). `make docs` makes this page from the metric table.
 """
 
 
