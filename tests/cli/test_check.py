@@ -268,3 +268,15 @@ def test_a_template_that_writes_prompts_otherwise_fails_where_conversations_have
     model = {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96}, "chat_template": THINKS}
     _, text = check(model=model, environment={"factory": "game.py:Game"})
     assert "FAIL  template    the chat template writes a prompt otherwise once it is answered: several turns" in text
+
+
+@pytest.mark.slow
+def test_what_the_template_makes_of_a_recipes_variables_is_shown(check: Callable) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{{ '0' if enable_thinking is false else '' }}{% endif %}"
+    )
+    model = {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96}, "chat_template": template}
+    _, text = check(model=model, data={"chat": True, "chat_template_kwargs": {"enable_thinking": False}})
+    assert "ok    variables   {enable_thinking: False}: the prompt ends in" in text
+    assert "<|assistant|>0', without in" in text

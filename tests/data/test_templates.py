@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from groupwise.config.settings import DataSettings
 from groupwise.data.demonstrations import encode_demonstrations
 from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import BadRow, SourceRows
@@ -348,6 +349,48 @@ def test_a_row_sets_the_variables_of_the_chat_template(as_text):
     (one,), _ = encode_demonstrations(SourceRows("f", [row | {"completion": "2"}]), template, context=99, eos_ids=(1,))
     assert tokenizer.decode([*one.prompt, *one.completion]) == prompt.text + "2<|end|>"
     assert template.is_stable(row, "2")
+
+
+def test_a_recipe_sets_variables_for_every_conversation_and_rows_go_over_them():
+    """In prompts, demonstrations and the turns of episodes."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOLED
+    settings = DataSettings(task="addition", chat=True, chat_template_kwargs={"thinking": True, "date": "now"})
+    template = Template.build(settings, tokenizer)
+    rows = SourceRows("f", [{"prompt": "1"}, {"prompt": "1", "chat_template_kwargs": {"thinking": False}}])
+    (one, other), report = encode_prompts(rows, template, max_tokens=60)
+    assert [one.text, other.text] == ["nowT<|user|>1<|end|><|assistant|>", "now<|user|>1<|end|><|assistant|>"]
+    assert template.variables_of(rows[1]) == {"thinking": False, "date": "now"} and "mention" not in str(report)
+    (answered,), _ = encode_demonstrations(
+        SourceRows("f", [{"prompt": "1", "completion": "2"}]), template, context=99, eos_ids=(1,)
+    )
+    assert tokenizer.decode([*answered.prompt, *answered.completion]) == one.text + "2<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"thinkin": True}, "the chat template does not mention 'thinkin' \\(did you mean thinking\\?\\), so it changes nothing"),
+        ({"tools": []}, "'tools' is no variable of the chat template"),
+    ],
+)
+def test_variables_of_a_recipe_that_change_nothing_are_refused(variables, said):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOLED
+    with pytest.raises(ConfigError, match=rf"^data.chat_template_kwargs: {said}"):
+        Template.build(DataSettings(task="addition", chat=True, chat_template_kwargs=variables), tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="leave it out"):
+        Template.build(DataSettings(task="addition", chat_template_kwargs=variables), tokenizer)
+
+
+def test_variables_of_rows_that_the_template_does_not_mention_are_told():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOLED
+    rows = SourceRows("f", [{"prompt": "1", "chat_template_kwargs": {"enable_thinking": False}}, {"prompt": "2"}])
+    _, report = encode_prompts(rows, Template(tokenizer=tokenizer, chat=True), max_tokens=60)
+    assert report.noted == {"with chat_template_kwargs that the chat template does not mention": 1}
+    assert any("does not mention 'enable_thinking'" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ ENTRIES = 64
 """Of a procedural data set, whose scorers are looked at."""
 GOLDS, PROBED = 64, 16
 """Rows whose gold answers are held against the rewards, and prompts that are given as their own answers."""
+TAIL = 40
+"""Characters of a prompt's end that are shown."""
 QUESTION: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "1 + 1?"}]}
 """A row that stands for the prompts of an objective that learns from data."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -182,6 +184,8 @@ def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
         template, row, where = replace(template, format=None), QUESTION, "a question and an answer"
     if isinstance(template.content(row), str):
         return
+    if data.chat_template_kwargs:
+        yield _variables(template, row, where)
     several = recipe.environment.talks or recipe.environment.asks
     here = "no difference here: the policy has one turn" if job.prompts else "`read` counts the rows for which this matters"
     try:
@@ -191,6 +195,22 @@ def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
     else:
         yield _prefix(stable, None if several else here)
     yield _turns(policy)
+
+
+def _variables(template: Template, row: Mapping[str, Any], where: str) -> Finding:
+    """What the recipe's variables make of a prompt: where it becomes another, and how it ends."""
+    content = template.content(row, where)
+    try:
+        (told,), (plain,) = (one.ask([content], [where], [row]) for one in (template, replace(template, variables={})))
+    except DataError as error:
+        return Finding("variables", False, str(error))
+    names = ", ".join(f"{name}: {value!r}" for name, value in template.variables.items())
+    if told.text == plain.text:
+        return Finding("variables", None, f"{{{names}}}: the prompt is the same without")
+    ends = f"the prompt ends in {told.text[-TAIL:]!r}, without in {plain.text[-TAIL:]!r}"
+    return Finding(
+        "variables", True, f"{{{names}}}: {ends if told.text[-TAIL:] != plain.text[-TAIL:] else 'the prompt is another'}"
+    )
 
 
 def _prefix(stable: bool, harmless: str | None) -> Finding:

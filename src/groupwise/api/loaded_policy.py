@@ -66,6 +66,8 @@ class LoadedPolicy(Policy):
     """System message of prompts that bring none."""
     template: str | None = None
     """Format string that makes a prompt from a row; a text takes the place of its only column."""
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the chat template, as in the run; a row's `chat_template_kwargs` go over them."""
     control_tokens: ControlTokens = "warn"
     """What becomes of control tokens in messages: with `plain` they are text, as in the run."""
     conversed: bool = False
@@ -100,6 +102,7 @@ class LoadedPolicy(Policy):
             system=data.system,
             template=data.template,
             columns=data.columns,
+            variables=data.chat_template_kwargs,
             control_tokens=data.control_tokens,
             conversed=conversed,
             max_new_tokens=rollout.max_new_tokens,
@@ -215,7 +218,12 @@ class LoadedPolicy(Policy):
     def _questions(self, prompts: Sequence[Any]) -> list[Any]:
         """Each prompt as the policy reads it."""
         asked = Template(
-            tokenizer=self.tokenizer, chat=self.chat, system=self.system, format=self.template, control_tokens=self.control_tokens
+            tokenizer=self.tokenizer,
+            chat=self.chat,
+            system=self.system,
+            format=self.template,
+            variables=self.variables,
+            control_tokens=self.control_tokens,
         )
         spoken = dataclasses.replace(asked, format=None)  # messages are a prompt as they are
         wheres = [f"prompt {place}" for place in range(len(prompts))]

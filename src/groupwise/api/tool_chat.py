@@ -40,7 +40,13 @@ class Answered:
         if source is None:
             return None
         ends.callback(source.close)
-        data = DataSettings(task="addition", chat=True, system=policy.system, control_tokens=policy.control_tokens)
+        data = DataSettings(
+            task="addition",
+            chat=True,
+            system=policy.system,
+            control_tokens=policy.control_tokens,
+            chat_template_kwargs=policy.variables,
+        )
         recipe = dataclasses.replace(unmade({}), environment=settings, data=data)
         world = make_world(recipe, Blueprint.of(policy), source, Sampling(max_new_tokens=length))
         if world is None:

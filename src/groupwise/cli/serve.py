@@ -57,7 +57,8 @@ def _native(options: argparse.Namespace) -> int:
 
     token = os.environ.get(TOKEN) or None
     policy = load_policy(options.model, dtype=options.dtype)
-    with Served(policy, name=options.model, host=options.host, port=options.port, rows=options.rows, token=token) as served:
+    where = {"host": options.host, "port": options.port, "token": token}
+    with Served(policy, name=options.model, rows=options.rows, variables=policy.variables, **where) as served:
         print(f"{served.base_url}  (Ctrl-C ends it)", flush=True)
         try:
             while True:

@@ -243,6 +243,9 @@ class DataSettings:
     """System message of every prompt that brings none of its own (chat data)."""
     chat: bool = False
     """Wrap string prompts as user messages and apply the chat template."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for every conversation, `{enable_thinking: false}`; a row's column of the same name goes over
+    them.  One that the chat template does not mention is refused."""
     template: str | None = None
     """Python format string that makes the prompt from the row's columns, or `alpaca` for instruction/input rows."""
     limit: Positive | None = None

@@ -245,9 +245,7 @@ TABLE: dict[str, Argument] = {
     "beta": _same("group.beta", by.to_kl, "of DPOConfig: pairs.beta"),
     "cache_implementation": _unneeded("the engine has a KV cache of its own"),
     "cast_lm_head_to_fp32": _unneeded("the softmax over the vocabulary is always taken in float32"),
-    "chat_template_kwargs": _missing(
-        "for single rows: their column chat_template_kwargs; for all: a template of your own, model.chat_template"
-    ),
+    "chat_template_kwargs": _same("data.chat_template_kwargs", dict, "a row's column of the same name goes over them"),
     "delta": _changed("group.surrogate", "{name: clipped, delta: ...}", by.to_surrogate),
     "disable_dropout": _unneeded("nothing is ever dropped: what is scored is what was sampled"),
     "ds3_gather_for_generation": LAUNCHED,

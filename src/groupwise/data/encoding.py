@@ -13,7 +13,7 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 
 from groupwise.data.messages import is_blank, unwritten
-from groupwise.data.rendering import Refusal
+from groupwise.data.rendering import Refusal, unmentioned
 from groupwise.data.report import Report, Tally
 from groupwise.data.sources import SourceRows, printable
 from groupwise.data.templates import Completion, Question, Template
@@ -28,6 +28,7 @@ SILENT = "of which the chat template writes nothing"
 UNKNOWN = "with characters unknown to the tokenizer"
 UNWRITTEN = "with a message that the chat template does not write"
 UNREAD_TOOLS = "with tools that cannot be read"
+UNREAD_VARIABLES = "with chat_template_kwargs that the chat template does not mention"
 CONTROL = "with control tokens in their messages"
 
 
@@ -140,6 +141,11 @@ def ask(rows: SourceRows[Example], template: Template, tally: Tally) -> list[tup
     remedy = "give a list of JSON schemas, each with a name, or its JSON text; or rename the column"
     unread = [question for question in questions if question.unread_tools]
     _tell(unread, UNREAD_TOOLS, f"the column tools cannot be read, and the policy does not see it; {remedy}", tally)
+    names = {name for question in questions for name in question.variables}
+    idle = set(unmentioned(sorted(names), template.tokenizer))
+    ignored = [question for question in questions if idle & question.variables.keys() and not question.plain]
+    what = f"the chat template does not mention {', '.join(map(repr, sorted(idle)))}, which chat_template_kwargs sets"
+    _tell(ignored, UNREAD_VARIABLES, f"{printable(what)}: it changes nothing; correct its name, or leave it out", tally)
     unshown = template.unshown(questions)
     for what in ("tool", "call"):
         without = [question for question, lacks in zip(questions, unshown, strict=True) if what in lacks]

@@ -8,9 +8,10 @@ then costs about as much as rendering it in this process.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,18 @@ def shown_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
     if isinstance(found, Mapping):
         found = found["tool_use"] if tools and "tool_use" in found else found.get("default")
     return str(found or "")
+
+
+def unmentioned(names: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The names of variables that the tokenizer's chat templates do not mention: whatever their values, nothing changes.
+
+    Of a tokenizer with a renderer of its own none is known.
+    """
+    if _renders_itself(tokenizer):
+        return []
+    found = tokenizer.chat_template
+    text = "\n".join(map(str, found.values())) if isinstance(found, Mapping) else str(found or "")
+    return [name for name in names if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None]
 
 
 def _renders_itself(tokenizer: PreTrainedTokenizerBase) -> bool:

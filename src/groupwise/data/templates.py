@@ -19,6 +19,7 @@ import numpy as np
 
 from groupwise.config.settings import ControlTokens, DataSettings
 from groupwise.data.messages import (
+    ARGUMENTS,
     Content,
     Messages,
     beside,
@@ -30,10 +31,11 @@ from groupwise.data.messages import (
     variables_in,
     with_arguments,
 )
-from groupwise.data.rendering import Chat, Refusal, render_chats
+from groupwise.data.rendering import Chat, Refusal, render_chats, shown_template, unmentioned
 from groupwise.data.sources import Row
 from groupwise.data.wording import Wording
-from groupwise.errors import DataError
+from groupwise.errors import ConfigError, DataError
+from groupwise.utils.spelling import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,6 +64,8 @@ class Template(Wording):
     """
 
     tokenizer: PreTrainedTokenizerBase
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template, in every conversation; a row's own go over them."""
     control_tokens: ControlTokens = "warn"
     """What becomes of the tokenizer's control tokens where a row's messages hold their text: see `DataSettings.control_tokens`."""
     tools: Tools | None = None
@@ -69,12 +73,14 @@ class Template(Wording):
 
     @classmethod
     def build(cls, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> Template:
-        """The template that the settings describe."""
+        """The template that the settings describe.  Raises ConfigError for variables that the chat template does not mention."""
+        check_variables(settings.chat_template_kwargs, tokenizer)
         return cls(
             tokenizer=tokenizer,
             chat=settings.chat,
             system=settings.system,
             format=settings.template,
+            variables=settings.chat_template_kwargs,
             control_tokens=settings.control_tokens,
             tools=tools,
         )
@@ -268,12 +274,12 @@ class Template(Wording):
             control = tuple(dict.fromkeys(token for text in texts for token in self.typed_pattern.findall(text)))
         if self.control_tokens == "plain":
             variables, tools = self.shielded(variables), self.shielded(tools) if self.tools is None else tools
-        return control, tools or None, variables, tools is None
+        return control, tools or None, {**self.variables, **variables}, tools is None
 
     def variables_of(self, row: Row) -> Mapping[str, Any]:
-        """Further variables of the chat template, from the column `chat_template_kwargs` of a row."""
+        """Further variables of the chat template: of all conversations, and from the column `chat_template_kwargs` of a row."""
         found = variables_in(row, "row")
-        return self.shielded(found) if found and self.control_tokens == "plain" else found
+        return {**self.variables, **(self.shielded(found) if found and self.control_tokens == "plain" else found)}
 
     def unread_tools(self, row: Row) -> bool:
         """True if the prompt of a row should show the tools in its column, and they cannot be read."""
@@ -506,6 +512,21 @@ def _accepted(answer: Found | Refusal) -> Found:
     if isinstance(answer, Refusal):
         raise DataError(str(answer))
     return answer
+
+
+def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError for variables of a recipe that change nothing: the chat template does not mention them."""
+    key = "data.chat_template_kwargs"
+    for name in variables:
+        if name in ARGUMENTS:
+            raise ConfigError(f"{key}: {name!r} is no variable of the chat template: leave it out")
+    for name in unmentioned(variables, tokenizer):
+        template = shown_template(tokenizer, tools=False)
+        if not template:
+            raise ConfigError(f"{key}: the tokenizer has no chat template: leave it out, or set model.chat_template")
+        near = nearest(name, re.findall(r"[A-Za-z_]\w+", template))
+        meant = f" (did you mean {near}?)" if near else ""
+        raise ConfigError(f"{key}: the chat template does not mention {name!r}{meant}, so it changes nothing: leave it out")
 
 
 def _prompt_chat(content: Content, where: str, tools: Schemas | None, variables: Mapping[str, Any]) -> str | Chat:

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -60,7 +61,11 @@ class Told:
 class Speech:
     """One tokenizer's chat template, in both directions.  It may be used by several threads at once."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """variables: of the chat template, in every conversation; a request's own go over them."""
+        self.variables = variables
         # A copy of its own: a fast tokenizer cannot encode in two threads at the same time.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.eos_ids = tuple(eos_ids)
@@ -76,7 +81,7 @@ class Speech:
             add_generation_prompt=not continued,
             continue_final_message=continued,
             tools=self._template.shielded(request.tools),
-            variables=self._template.shielded(request.variables),
+            variables=self._variables(request),
         )
         with self.lock:
             try:
@@ -92,13 +97,16 @@ class Speech:
         with self.lock:
             turns = self._turns.get(request.setting)
             if turns is None:
-                tools, variables = self._template.shielded(request.tools), self._template.shielded(request.variables)
+                tools, variables = self._template.shielded(request.tools), self._variables(request)
                 turns = Turns(tokenizer=self.tokenizer, eos_ids=self.eos_ids, tools=tools, variables=variables)
                 self._turns[request.setting] = turns
                 if len(self._turns) > SETTINGS:
                     self._turns.popitem(last=False)
             suffix = turns.after(last, news)
         return suffix.tokens, suffix.text
+
+    def _variables(self, request: ChatRequest) -> dict[str, Any]:
+        return {**self.variables, **self._template.shielded(request.variables)}
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
         """Text of ids.  special: with that of special tokens."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -55,10 +57,10 @@ class _Waiting:
 class Serving:
     """Implements `endpoint.Line` for requests of no episode: each is answered from what it says alone."""
 
-    def __init__(self, policy: Policy, *, rows: int = 256) -> None:
-        """rows: completions decoded at the same time."""
+    def __init__(self, policy: Policy, *, rows: int = 256, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """rows: completions decoded at the same time.   variables: of the chat template, where a request sets none."""
         self.policy, self.engine = policy, _Engine(policy, max_rows=rows)
-        self.speech = Speech(policy.tokenizer, policy.eos_ids)
+        self.speech = Speech(policy.tokenizer, policy.eos_ids, variables)
         self._seed, self._number, self._lock = secrets.randbits(48), 0, threading.Lock()
         self._closed = False
         self._arriving: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
@@ -149,14 +151,22 @@ class Served:
     """A policy that is served; use it as a context manager."""
 
     def __init__(
-        self, policy: Policy, *, name: str, host: str = "127.0.0.1", port: int = 0, rows: int = 256, token: str | None = None
+        self,
+        policy: Policy,
+        *,
+        name: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        rows: int = 256,
+        token: str | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """name: of the model, for clients.   host, port, token: see `Endpoint`.   rows: completions decoded at the same time."""
+        """name: of the model, for clients.   host, port, token: see `Endpoint`.   rows, variables: see `Serving`."""
         found: dict[str | None, Serving] = {}
         self.endpoint = Endpoint(
             found.get, name=name, context=policy.context, vocabulary=policy.vocabulary, host=host, port=port, token=token
         )
-        self.serving = found[None] = Serving(policy, rows=rows)
+        self.serving = found[None] = Serving(policy, rows=rows, variables=variables)
         self.endpoint.start()
 
     @property

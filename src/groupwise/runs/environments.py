@@ -113,7 +113,7 @@ def make_world(recipe: Recipe, blueprint: Blueprint, source: Source | None, samp
         host, _, port = settings.listen.rpartition(":")
         return CapturedWorld(
             _harness(settings),
-            Speech(blueprint.tokenizer, blueprint.eos_ids),
+            Speech(blueprint.tokenizer, blueprint.eos_ids, recipe.data.chat_template_kwargs),
             limits,
             name=settings.verifiers or "",
             host=host.strip("[]"),

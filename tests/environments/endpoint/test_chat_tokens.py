@@ -72,3 +72,14 @@ def test_control_tokens_in_a_request_are_text_wherever_they_stand(chat_tokenizer
     if "messages" not in brought:
         follow, _ = speech.follow(read_chat_request(body), end_id, [{"role": "user", "content": "r"}])
         assert follow.tolist().count(end_id) == 1
+
+
+def test_variables_of_the_recipe_hold_in_every_conversation_and_a_requests_own_go_over_them(
+    chat_tokenizer: Any, end_id: int
+) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = "{{ date }}" + TEMPLATE
+    speech = Speech(tokenizer, (end_id,), {"date": "now"})
+    body = {"messages": [{"role": "user", "content": "q"}]}
+    assert speech.render(read_chat_request(body))[1].startswith("now")
+    assert speech.render(read_chat_request(body | {"chat_template_kwargs": {"date": "then"}}))[1].startswith("then")
