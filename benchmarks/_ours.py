@@ -16,7 +16,7 @@ import torch
 from _machine import Meter, Peak
 from _workload import Workload, model_folder, teacher_of
 
-from groupwise.algorithms.registry import resolve
+from groupwise.algorithms.resolve import resolve
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.data.packing import pack, unpack

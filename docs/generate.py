@@ -14,7 +14,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,9 @@ import numpy as np
 import yaml
 
 from groupwise import errors
-from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
+from groupwise.algorithms.parts import Part, describe, options
+from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.api.explain import render, work
 from groupwise.cli.commands import COMMANDS, parsers
 from groupwise.config.schema import reference
@@ -179,14 +180,7 @@ def different(row: Algorithm) -> dict[str, Any]:
     base = ALGORITHMS["grpo"]
     skipped = ("name", "summary", "paper", "equation")
     names = [field.name for field in dataclasses.fields(Algorithm) if field.name not in skipped]
-    return {name: getattr(row, name) for name in names if not same(getattr(row, name), getattr(base, name))}
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equality that looks through partials."""
-    if callable(one) and callable(other):
-        return describe(one) == describe(other)
-    return one == other
+    return {name: getattr(row, name) for name in names if getattr(row, name) != getattr(base, name)}
 
 
 def from_grpo(row: Algorithm) -> dict[str, Any] | None:
@@ -195,14 +189,12 @@ def from_grpo(row: Algorithm) -> dict[str, Any] | None:
     for name, value in different(row).items():
         if name in ("kl_place", "importance", "kl"):
             return None
-        if not callable(value):
-            changed[name] = value
-        elif isinstance(value, partial):
-            defaults = options(value.func)
-            given = {key: option for key, option in value.keywords.items() if defaults.get(key) != option}
-            changed[name] = {"name": value.func.__name__, **given} if given else value.func.__name__
+        if isinstance(value, Part):
+            plain = options(type(value))
+            given = {key: option for key, option in options(value).items() if plain[key] != option}
+            changed[name] = {"name": value.name, **given} if given else value.name
         else:
-            changed[name] = value.__name__
+            changed[name] = value
     settings = GroupSettings(**changed)
     same_parts = different(resolve("grpo", settings, 256)), different(resolve(row.name, GroupSettings(), 256))
     assert [*same_parts[0]] == [*same_parts[1]], f"{row.name}: {same_parts}"

@@ -26,7 +26,8 @@ from rich.console import Console
 
 import groupwise as gw
 from groupwise import errors
-from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
+from groupwise.algorithms.resolve import corrected, resolve
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
 from groupwise.config.schema import lookup, settings_table

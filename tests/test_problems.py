@@ -19,7 +19,7 @@ import yaml
 from rule_rewards import RuleRewards
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from groupwise.algorithms.registry import resolve
+from groupwise.algorithms.resolve import resolve
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack

@@ -23,7 +23,8 @@ if not __debug__:
 if TYPE_CHECKING:
     __version__: str
 
-    from groupwise.algorithms.registry import ALGORITHMS, resolve
+    from groupwise.algorithms.resolve import resolve
+    from groupwise.algorithms.table import ALGORITHMS
     from groupwise.api.evaluate import EvalReport, evaluate
     from groupwise.api.from_trl import from_trl
     from groupwise.api.loaded_policy import LoadedPolicy, load_policy, make_policy
@@ -67,8 +68,8 @@ _WHERE = {
     "NativeEngine": "rollout.native.engine",
     "build_rewards": "rewards.compose",
     "LiveReward": "rewards.find",
-    "ALGORITHMS": "algorithms.registry",
-    "resolve": "algorithms.registry",
+    "ALGORITHMS": "algorithms.table",
+    "resolve": "algorithms.resolve",
     "pack": "data.packing",
     "score": "training.scoring",
     "update": "training.updating",

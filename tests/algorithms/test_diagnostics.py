@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from groupwise.algorithms import diagnostics, kl_estimators, losses
-from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.algorithms.table import ALGORITHMS
 
 
 def test_ratio_on_policy_is_one():
@@ -34,7 +34,7 @@ def test_ratio_against_the_definitions():
 
 def test_clip_fractions_count_the_tokens_without_gradient(random_terms):
     terms = random_terms((40, 30, 30), spread=0.5, per_token=True)
-    losses.clipped(terms).sum().backward()
+    losses.Clipped()(terms).sum().backward()
     found = diagnostics.ratio(terms.log_ratio_M, ALGORITHMS["grpo"].cut(terms))
     silent = float((terms.logp_M.grad == 0).double().mean())
     assert found["clip/low"] + found["clip/high"] == pytest.approx(silent)
@@ -54,7 +54,7 @@ def test_p05_progress_is_not_the_loss(random_terms):
 
 def test_p26_wide_gaps_are_counted():
     logp_N, reference_N = torch.tensor([-1.0, -101.0, -1.0]), torch.tensor([-1.0, -1.0, -101.0])
-    kl_N = kl_estimators.k3(logp_N, reference_N, torch.zeros(3))
+    kl_N = kl_estimators.K3()(logp_N, reference_N, torch.zeros(3))
     found = diagnostics.reference_kl(kl_N, logp_N, reference_N)
     assert found["kl/guarded"] == 2.0
     assert found["kl/max"] == float(kl_N.max())

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms import loss_weights
+from groupwise.algorithms.table import PARTS
 
 STEP = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12)
 NAMES = ["sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"]
@@ -13,7 +13,7 @@ NAMES = ["sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean
 
 def weigh(name, tokens, prompts):
     keywords = {"length": 10} if name == "constant" else {}
-    return getattr(loss_weights, name)(np.array(tokens, dtype=np.int64), np.array(prompts, dtype=np.int64), **keywords)
+    return PARTS["weights"][name](**keywords)(np.array(tokens, dtype=np.int64), np.array(prompts, dtype=np.int64))
 
 
 @pytest.mark.parametrize("name", NAMES)

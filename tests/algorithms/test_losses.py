@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,20 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms import kl_estimators, losses
+from groupwise.algorithms import kl_estimators, losses, pair_losses
 from groupwise.algorithms.losses import LIMIT, Terms
+from groupwise.algorithms.table import PARTS
 
 RATIOS = ["token", "sequence_mean", "sequence_sum", "sequence_token"]
 SURROGATES = {
-    "clipped": losses.clipped,
-    "clip_higher": partial(losses.clipped, low=0.2, high=0.28),
-    "two_sided": partial(losses.clipped, delta=1.5),
-    "dual": partial(losses.clipped, dual=3.0),
-    "cispo": losses.cispo,
-    "sapo": losses.sapo,
-    "vespo": losses.vespo,
-    "geometric": losses.geometric,
-    "reinforce": losses.reinforce,
+    "clipped": losses.Clipped(),
+    "clip_higher": losses.Clipped(low=0.2, high=0.28),
+    "two_sided": losses.Clipped(delta=1.5),
+    "dual": losses.Clipped(dual=3.0),
+    "cispo": losses.Cispo(),
+    "sapo": losses.Sapo(),
+    "vespo": losses.Vespo(),
+    "geometric": losses.Geometric(),
+    "reinforce": losses.Reinforce(),
 }
 
 
@@ -96,7 +96,7 @@ def grown(terms, factor):
 @pytest.mark.parametrize("name", RATIOS)
 def test_ratio_levels_against_loops(random_terms, name, dtype):
     terms = random_terms(dtype=dtype)
-    found = getattr(losses, name)(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments)
+    found = PARTS["ratio"][name]()(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments)
     assert found.dtype == dtype
     assert found.tolist() == pytest.approx(literal_log_ratios(name, terms), rel=1e-5 if dtype == torch.float32 else 1e-12)
 
@@ -106,7 +106,7 @@ def test_sequence_token_has_the_gradient_of_its_own_token(random_terms):
     terms = random_terms((3,))
     arguments = (terms.behavior_logp_M, terms.segment_M, terms.segments)
     for name, expected in (("sequence_token", torch.eye(3)), ("sequence_mean", torch.full((3, 3), 1 / 3))):
-        level = getattr(losses, name)
+        level = PARTS["ratio"][name]()
         jacobian = torch.autograd.functional.jacobian(lambda l, level=level: level(l, *arguments).exp(), terms.logp_M.detach())
         value = math.exp(literal_log_ratios(name, terms)[0])
         torch.testing.assert_close(jacobian, value * expected.double())
@@ -140,7 +140,7 @@ def test_clipping_stops_the_gradient_only_where_it_would_go_further(random_terms
         terms, logp_M=(terms.behavior_logp_M + math.log(rho)).requires_grad_(), advantage_M=torch.tensor([float(advantage)])
     )
     terms = replace(terms, log_ratio_M=terms.logp_M - terms.behavior_logp_M)
-    losses.clipped(terms).sum().backward()
+    losses.Clipped()(terms).sum().backward()
     assert terms.logp_M.grad.item() == pytest.approx(gradient)
 
 
@@ -148,7 +148,7 @@ def test_cispo_caps_the_ratio_itself_and_keeps_the_gradient(random_terms):
     terms = random_terms((1,))
     for rho, factor in ((2.0, 2.0), (5.5, 5.0), (0.1, 0.1)):
         logp_M = (terms.behavior_logp_M + math.log(rho)).detach().requires_grad_()
-        losses.cispo(replace(terms, logp_M=logp_M, log_ratio_M=logp_M - terms.behavior_logp_M)).sum().backward()
+        losses.Cispo()(replace(terms, logp_M=logp_M, log_ratio_M=logp_M - terms.behavior_logp_M)).sum().backward()
         torch.testing.assert_close(logp_M.grad, -factor * terms.advantage_M)
 
 
@@ -161,7 +161,7 @@ def test_extreme_ratios_stay_finite_forward_and_backward(random_terms, name, rat
     behavior_M = terms.behavior_logp_M
     for gap, advantage in itertools.product((-1e4, -100.0, -30.0, 0.0, 30.0, 100.0, 1e4), (-1.0, 0.0, 1.0)):
         logp_M = (behavior_M + gap).detach().requires_grad_()
-        log_ratio_M = getattr(losses, ratio)(logp_M, behavior_M, terms.segment_M, terms.segments)
+        log_ratio_M = PARTS["ratio"][ratio]()(logp_M, behavior_M, terms.segment_M, terms.segments)
         advantage_M = torch.full_like(behavior_M, advantage)
         loss_M = SURROGATES[name](replace(terms, logp_M=logp_M, log_ratio_M=log_ratio_M, advantage_M=advantage_M))
         loss_M.sum().backward()
@@ -187,7 +187,7 @@ def test_guarded_exp_is_exp_then_its_tangent(x):
 def kl_of(name, l, reference, b=None):
     logp = torch.tensor([l], dtype=torch.float64, requires_grad=True)
     behavior = logp.detach() if b is None else torch.tensor([b], dtype=torch.float64)
-    value = getattr(kl_estimators, name)(logp, torch.tensor([reference], dtype=torch.float64), logp - behavior)
+    value = PARTS["kl"][name]()(logp, torch.tensor([reference], dtype=torch.float64), logp - behavior)
     value.sum().backward()
     return value.item(), logp.grad.item()
 
@@ -228,12 +228,12 @@ def test_the_estimators_of_the_loss_estimate_the_kl():
     p = logits.log_softmax(0)
     kl = (p.exp() * (p - reference)).sum()
     kl.backward()
-    assert expected(kl_estimators.k1, None)[0] == pytest.approx(kl.item())
-    assert expected(kl_estimators.k3, None)[0] == pytest.approx(kl.item())
-    assert expected(kl_estimators.k3_ratio, behavior)[0] == pytest.approx(kl.item())
-    torch.testing.assert_close(expected(kl_estimators.k3_ratio, behavior)[1], logits.grad)
-    torch.testing.assert_close(expected(kl_estimators.k2, None)[1], logits.grad)
-    assert expected(kl_estimators.k1, None)[1].abs().max() < 1e-12  # k1 in a loss does nothing on average
+    assert expected(kl_estimators.K1(), None)[0] == pytest.approx(kl.item())
+    assert expected(kl_estimators.K3(), None)[0] == pytest.approx(kl.item())
+    assert expected(kl_estimators.K3Ratio(), behavior)[0] == pytest.approx(kl.item())
+    torch.testing.assert_close(expected(kl_estimators.K3Ratio(), behavior)[1], logits.grad)
+    torch.testing.assert_close(expected(kl_estimators.K2(), None)[1], logits.grad)
+    assert expected(kl_estimators.K1(), None)[1].abs().max() < 1e-12  # k1 in a loss does nothing on average
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -242,7 +242,7 @@ def test_the_estimators_of_the_loss_estimate_the_kl():
 def test_p26_a_gap_of_100_nats_is_finite_and_pulls_the_right_way(name, gap, dtype):
     logp_M = torch.tensor([-100.0 - gap, -1.0], dtype=dtype, requires_grad=True)
     reference_M = torch.tensor([-100.0, -1.0], dtype=dtype)
-    kl_M = getattr(kl_estimators, name)(logp_M, reference_M, logp_M - logp_M.detach())
+    kl_M = PARTS["kl"][name]()(logp_M, reference_M, logp_M - logp_M.detach())
     kl_M.sum().backward()
     assert torch.isfinite(kl_M).all()
     assert torch.isfinite(logp_M.grad).all()
@@ -254,7 +254,7 @@ def test_p26_a_gap_of_100_nats_is_finite_and_pulls_the_right_way(name, gap, dtyp
 
 def test_k3_keeps_its_digits_in_float32():
     """exp(x) - x - 1 cancels for small gaps: at 1e-3 the naive float32 form loses most of its digits."""
-    found = kl_estimators.k3(torch.tensor([-1.001]), torch.tensor([-1.0]), torch.zeros(1))
+    found = kl_estimators.K3()(torch.tensor([-1.001]), torch.tensor([-1.0]), torch.zeros(1))
     gap = float(torch.tensor(-1.0) - torch.tensor(-1.001))
     assert found.item() == pytest.approx(math.expm1(gap) - gap, rel=2e-4)
 
@@ -307,7 +307,7 @@ def test_ties_are_kept_or_left_together_however_they_were_rounded(seed, quantile
 def test_mismatch_against_a_loop(random_terms, level, mode):
     terms = random_terms((3, 1, 4), spread=2.0, seed=3)
     behavior_M, sampler_M = terms.logp_M, terms.behavior_logp_M
-    found = losses.mismatch(behavior_M, sampler_M, terms.segment_M, terms.segments, level=level, mode=mode, low=0.5, high=2.0)
+    found = losses.Correction(level=level, mode=mode, low=0.5, high=2.0)(behavior_M, sampler_M, terms.segment_M, terms.segments)
     expected, logs = [], []
     for row in rows_of(terms):
         gaps = [x - y for x, y in zip(row[0], row[1], strict=True)]
@@ -342,10 +342,10 @@ def test_pair_losses_against_the_formulas(chosen, rejected, chosen_reference, re
     policy = [torch.tensor([x], dtype=torch.float64) for x in (chosen, rejected)]
     reference = [torch.tensor([x], dtype=torch.float64) for x in (chosen_reference, rejected_reference)]
     gap = (chosen - chosen_reference) - (rejected - rejected_reference)
-    assert losses.dpo(*policy, *reference, beta=beta).item() == pytest.approx(-math.log(sigmoid(beta * gap)))
-    assert losses.ipo(*policy, *reference, beta=beta).item() == pytest.approx((gap - 1 / (2 * beta)) ** 2)
-    assert losses.bradley_terry(*policy).item() == pytest.approx(-math.log(sigmoid(chosen - rejected)))
-    found = losses.bradley_terry(*policy, torch.tensor([0.5], dtype=torch.float64), centering=0.01)
+    assert pair_losses.dpo(*policy, *reference, beta=beta).item() == pytest.approx(-math.log(sigmoid(beta * gap)))
+    assert pair_losses.ipo(*policy, *reference, beta=beta).item() == pytest.approx((gap - 1 / (2 * beta)) ** 2)
+    assert pair_losses.bradley_terry(*policy).item() == pytest.approx(-math.log(sigmoid(chosen - rejected)))
+    found = pair_losses.bradley_terry(*policy, torch.tensor([0.5], dtype=torch.float64), centering=0.01)
     expected = -math.log(sigmoid(chosen - rejected - 0.5)) + 0.01 * (chosen + rejected) ** 2
     assert found.item() == pytest.approx(expected)
 
@@ -353,8 +353,8 @@ def test_pair_losses_against_the_formulas(chosen, rejected, chosen_reference, re
 def test_pair_losses_at_the_start():
     """Policy = reference: DPO and Bradley-Terry begin at log 2, IPO at (1 / 2 beta)^2."""
     zero = torch.zeros(1)
-    assert losses.dpo(zero, zero, zero, zero, beta=0.1).item() == pytest.approx(math.log(2))
-    assert losses.bradley_terry(zero, zero).item() == pytest.approx(math.log(2))
-    assert losses.ipo(zero, zero, zero, zero, beta=0.1).item() == pytest.approx(25.0)
-    far = losses.bradley_terry(torch.tensor([-1e4]), torch.tensor([1e4]))
+    assert pair_losses.dpo(zero, zero, zero, zero, beta=0.1).item() == pytest.approx(math.log(2))
+    assert pair_losses.bradley_terry(zero, zero).item() == pytest.approx(math.log(2))
+    assert pair_losses.ipo(zero, zero, zero, zero, beta=0.1).item() == pytest.approx(25.0)
+    far = pair_losses.bradley_terry(torch.tensor([-1e4]), torch.tensor([1e4]))
     assert torch.isfinite(far).all()

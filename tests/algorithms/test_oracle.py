@@ -18,7 +18,8 @@ import torch
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import diagnostics, kl_estimators, loss_weights, losses
 from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.registry import ALGORITHMS, options
+from groupwise.algorithms.parts import options
+from groupwise.algorithms.table import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,13 +76,12 @@ def algorithm_of(config: dict):
         "lam_pos": config["vespo_lambda_pos"],
         "lam_neg": config["vespo_lambda_neg"],
     }
-    function = row.surrogate.func if isinstance(row.surrogate, partial) else row.surrogate
     return replace(
         row,
-        surrogate=partial(function, **{name: known[name] for name in options(function)}),
-        ratio={"token": losses.token, "sequence": losses.sequence_mean}[config["importance_sampling_level"]],
+        surrogate=replace(row.surrogate, **{name: known[name] for name in options(type(row.surrogate))}),
+        ratio={"token": losses.TokenRatio(), "sequence": losses.SequenceMeanRatio()}[config["importance_sampling_level"]],
         beta=config["beta"],
-        kl=kl_estimators.k3_ratio if config["use_bias_correction_kl"] else kl_estimators.k3,
+        kl=kl_estimators.K3Ratio() if config["use_bias_correction_kl"] else kl_estimators.K3(),
         entropy_bonus=config["entropy_coef"],
         entropy_quantile=1 - config["top_entropy_quantile"],
         off_policy_delta=config["off_policy_mask_threshold"],
@@ -94,16 +94,16 @@ def micro_batch_weights(case: dict, algorithm, tokens_B: np.ndarray) -> np.ndarr
     copies = case["ga"] if case["train"] else 1
     if config["loss_type"] == "bnpo":
         # Differs on purpose: TRL's token mean is over one micro-batch; the library's bnpo is over the whole minibatch.
-        return loss_weights.token_mean(tokens_B, np.zeros_like(tokens_B)) / copies
-    if algorithm.weights is loss_weights.token_mean:
+        return loss_weights.TokenMean()(tokens_B, np.zeros_like(tokens_B)) / copies
+    if algorithm.weights == loss_weights.TokenMean():
         # Differs on purpose: TRL gives each step the generation batch's mean number of tokens, the library its own number.
         rest = case["inputs"]["num_items_in_batch"] - tokens_B.sum()
         share = config["steps_per_generation"] / case["ga"] if case["train"] else 1.0
         generated = np.append(tokens_B, rest)
-        return share * loss_weights.token_mean(generated, np.zeros_like(generated))[:-1]
+        return share * loss_weights.TokenMean()(generated, np.zeros_like(generated))[:-1]
     step = np.concatenate([tokens_B] + [np.ones_like(tokens_B)] * (copies - 1))
-    if algorithm.weights is loss_weights.constant:
-        return loss_weights.constant(step, np.zeros_like(step), length=config["max_completion_length"])[: tokens_B.size]
+    if algorithm.weights == loss_weights.Constant():
+        return loss_weights.Constant(length=config["max_completion_length"])(step, np.zeros_like(step))[: tokens_B.size]
     return algorithm.weights(step, np.zeros_like(step))[: tokens_B.size]
 
 
@@ -145,10 +145,10 @@ def with_trl_kl(case: dict, algorithm, terms: Terms):
 
     Where the levels differ, TRL's product is put in the place of `k3_ratio`, which shows that this is the only difference.
     """
-    if case["config"]["importance_sampling_level"] == "token" or algorithm.kl is kl_estimators.k3:
+    if case["config"]["importance_sampling_level"] == "token" or algorithm.kl == kl_estimators.K3():
         return algorithm
     level_M = algorithm.ratio(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments)
-    return replace(algorithm, kl=lambda *arguments: level_M.exp() * kl_estimators.k3(*arguments))
+    return replace(algorithm, kl=lambda *arguments: level_M.exp() * kl_estimators.K3()(*arguments))
 
 
 @pytest.mark.parametrize(("case", "content"), cases_of("loss"))
@@ -247,9 +247,9 @@ def test_advantage_case(case, content, scored):
     rewards_RK = np.array(case["rewards"], dtype=np.float64).T
     groups = grouped(scored, case, rewards_RK, config["reward_weights"])
     if config["multi_objective_aggregation"] == "normalize_then_sum":
-        found = credit.decoupled(groups)
+        found = credit.Decoupled()(groups)
     else:
-        found = credit.standardized(groups, scale=config["scale_rewards"])
+        found = credit.Standardized(scale=config["scale_rewards"])(groups)
     expected = np.array(case["advantages"]).reshape(len(groups), case["G"])
     for group, advantages, expected_G in zip(groups, found, expected, strict=True):
         if group.dead and config["multi_objective_aggregation"] == "sum_then_normalize":
@@ -285,7 +285,7 @@ def test_rloo_case(case, content, scored):
     flat = lambda key: [np.array(row)[keep] for row, keep in zip(case[key], mask_BT, strict=True)]  # noqa: E731
     groups = grouped(scored, case, rewards_R, behavior=flat("old_logps"), reference=flat("ref_logps"))
     scale = "batch" if config.get("normalize_advantages") else "none"
-    advantages = [a for group in credit.leave_one_out(groups, beta=case["beta"], scale=scale) for a in group]
+    advantages = [a for group in credit.LeaveOneOut(beta=case["beta"], scale=scale)(groups) for a in group]
     np.testing.assert_allclose([completion[0] for completion in advantages], case["advantages"], rtol=0, atol=1e-6)
 
     logp_BT = tensor(case["logps"]).requires_grad_()
@@ -304,7 +304,7 @@ def test_rloo_case(case, content, scored):
     assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
     torch.testing.assert_close(logp_BT.grad, tensor(case["grad_logps"]), rtol=0, atol=1e-6)
     if "kl" in case["metrics"]:
-        kl_M = kl_estimators.k1(terms.behavior_logp_M, tensor(case["ref_logps"])[place], None)
+        kl_M = kl_estimators.K1()(terms.behavior_logp_M, tensor(case["ref_logps"])[place], None)
         assert float(kl_M.mean()) == pytest.approx(case["metrics"]["kl"], abs=1e-6)
 
 
@@ -320,7 +320,7 @@ def test_step_case(case, content):
     """
     tokens_R = np.array([len(ids) for ids in content["completion_ids"]])
     row = ALGORITHMS[case["loss_type"]]
-    weigh = partial(loss_weights.constant, length=6) if row.weights is loss_weights.constant else row.weights
+    weigh = loss_weights.Constant(length=6) if row.weights == loss_weights.Constant() else row.weights
     rng = np.random.default_rng(0)
     gradient_RD = np.stack([rng.normal(size=(n, 5)).sum(0) for n in tokens_R])  # sum over tokens: the weight is one per completion
 
@@ -339,7 +339,7 @@ def test_step_case(case, content):
         assert theirs > 0.05 or case["per_device"] == len(everything)
     else:
         assert theirs < 1e-6
-    if row.weights is loss_weights.token_mean:
+    if row.weights == loss_weights.TokenMean():
         # Differs on purpose: N is the step's own; TRL gives every step the mean of the steps, so that only their mean is right.
         share = [tokens_R[rows].sum() / tokens_R.sum() for rows in minibatches]
     else:

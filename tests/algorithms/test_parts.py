@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from groupwise.algorithms import advantages, losses
-from groupwise.algorithms.parts import declares, describe
-from groupwise.algorithms.registry import ALGORITHMS, Algorithm, resolve
+from groupwise.algorithms.parts import describe
+from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.errors import ConfigError
 
@@ -23,21 +24,26 @@ def with_parts(**parts: Callable) -> Algorithm:
 
 
 def wrapped(groups):
-    return advantages.reverse_kl(groups)
+    return advantages.ReverseKl()(groups)
 
 
 wrapped.reads = ("teacher_logp",)
 wrapped.needs_reward = False
 
 
-@functools.wraps(advantages.gae)
-def wrapped_gae(groups, **options):
-    return advantages.gae(groups, **options)
+class WrappedGae(advantages.Gae):
+    """A credit of ours, changed; its facts and options are inherited."""
+
+    def __call__(self, groups):
+        return [[2.0 * advantage_n for advantage_n in row] for row in super().__call__(groups)]
 
 
-@declares(reads=("value",), compares_siblings=True)
 def without_whitening(groups):
     return [[-value_n for value_n in group.signals["value"]] for group in groups]
+
+
+without_whitening.reads = ("value",)
+without_whitening.compares_siblings = True
 
 
 class Credit:
@@ -52,7 +58,7 @@ class Credit:
 
 def test_a_credit_of_ones_own_declares_what_it_needs() -> None:
     assert (with_parts(credit=wrapped).needs_teacher, with_parts(credit=wrapped).needs_reward) == (True, False)
-    assert with_parts(credit=wrapped_gae).needs_value
+    assert with_parts(credit=WrappedGae()).needs_value
     assert with_parts(credit=without_whitening).needs_value
     assert with_parts(credit=functools.partial(Credit(), power=2.0)).needs_steps
     plain = with_parts(credit=lambda groups: [])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Scored, Trace, Turn
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import losses
-from groupwise.algorithms.registry import Algorithm, resolve
+from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.ops.distillation import jsd
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
@@ -87,7 +89,7 @@ def test_ppo_is_trl_s_where_the_length_limit_ends_completions(case: dict[str, An
     """TRL 1.12.0: KL in the reward, GAE, returns, whitening, both losses and the gradients of their sum."""
     given, lengths, algorithm, group = ppo_case(case)
     found = arrays(case["found"])
-    (raw,) = algorithm.credit([group], whiten=False)
+    (raw,) = replace(algorithm.credit, whiten=False)([group])
     (white,) = algorithm.credit([group])
     (targets,) = credit.returns([group], algorithm.credit)
     np.testing.assert_allclose(raw, found["unwhitened"], **EXACT)
@@ -136,14 +138,14 @@ def test_ppo_differs_from_trl_s_by_the_state_behind_an_eos(case: dict[str, Any])
     # The advantage of the state behind is r - V; the last token's delta has gamma V in the place of our r.
     stand_in = settings["gamma"] * behind + discount * (given["scores"] - behind)
     _, _, _, moved = ppo_case(case, reward=stand_in)
-    (raw,), (targets,) = algorithm.credit([moved], whiten=False), credit.returns([moved], algorithm.credit)
+    (raw,), (targets,) = replace(algorithm.credit, whiten=False)([moved]), credit.returns([moved], algorithm.credit)
     for ours, theirs in ((raw, found["unwhitened"]), (targets, found["returns"])):
         for one, other, n in zip(ours, theirs, lengths, strict=True):
             np.testing.assert_allclose(one, other[:n], **EXACT)
     for row, n, score in zip(found["returns"], lengths, given["scores"], strict=True):
         assert row[n] == pytest.approx(score, rel=1e-11), "the state behind EOS is taught the reward"
 
-    (plain,) = algorithm.credit([group], whiten=False)
+    (plain,) = replace(algorithm.credit, whiten=False)([group])
     apart = max(float(np.abs(one - other[:n]).max()) for one, other, n in zip(plain, found["unwhitened"], lengths, strict=True))
     assert (apart < 1e-12) == (discount == 1.0), "with gamma = lam = 1 the value behind cancels"
 
@@ -175,7 +177,7 @@ def minillm_ours(case: dict[str, Any], own: bool = True) -> tuple[list[np.ndarra
     group = group_of(cut(q_RT.detach().numpy(), lengths), [0.0] * len(lengths), teacher_logp=cut(p_RT.numpy(), lengths))
     chosen = case["settings"]
     options: dict[str, Any] = {"gamma": chosen["gamma"], "normalize": chosen["length_normalization"], "own": own}
-    (advantage,) = credit.reverse_kl([group], **options)
+    (advantage,) = credit.ReverseKl(**options)([group])
     rows = log_q.shape[0]
     single = jsd(log_q.flatten(0, 1), log_p.flatten(0, 1), beta=1.0).view(rows, -1)
     return advantage, q_RT, single, student
@@ -208,7 +210,7 @@ def test_minillm_is_trl_s_but_for_its_powers_and_its_leak(case: dict[str, Any]) 
         logp_M=q_RT.flatten(), behavior_logp_M=q_RT.detach().flatten(), advantage_M=theirs_RT.flatten(),
         segment_M=torch.zeros(q_RT.numel(), dtype=torch.int64), segments=1,
     )  # fmt: skip
-    value = losses.clipped(terms).mean() + single_RT.mean()
+    value = losses.Clipped()(terms).mean() + single_RT.mean()
     assert float(value.detach()) == pytest.approx(case["found"]["loss"], rel=1e-11)
     assert same or abs(float((theirs_RT - ours_RT).mean())) > 1e-3, "the missing powers change the loss"
 

@@ -18,7 +18,7 @@ from groupwise.runs.run import train
 pytestmark = pytest.mark.slow
 
 PACKAGE = '''
-from groupwise.algorithms.advantages import centered
+from groupwise.algorithms.advantages import Centered
 from groupwise.rollout.engine import InProcess
 from groupwise.rollout.native.engine import NativeEngine
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import groupwise as gw
-from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.api.explain import render, work, work_of_run
 from groupwise.cli import commands
 from groupwise.config.settings import GroupSettings
@@ -84,7 +84,7 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
         ({"rewards": [1.0]}, "group_size must be at least 2"),
         ({"lengths": [1, 2]}, "3 rewards need as many lengths"),
         ({"lengths": [1, 2, 0]}, "each 1 to 8"),
-        ({"preset": "grop"}, "did you mean 'grpo'"),
+        ({"preset": "grop"}, "did you mean grpo"),
         ({"preset": "minillm"}, "learns from whole distributions"),
         ({"group": GroupSettings(entropy_quantile=0.8)}, "entropy_quantile asks for entropies"),
         ({"mu": 0}, "mu must be at least 1"),

@@ -16,7 +16,7 @@ import torch
 from rule_rewards import RuleRewards
 from torch import nn
 
-from groupwise.algorithms.registry import resolve
+from groupwise.algorithms.resolve import resolve
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import (
     CriticSettings,

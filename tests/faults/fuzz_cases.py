@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.schema import settings_table
-from groupwise.config.settings import DATASET, ONLINE
+from groupwise.config.settings import DATASET
 
 REWARDS = """
 import asyncio, os, sys, time
@@ -251,7 +252,7 @@ class Case:
         rng = self.rng
         (folder / "fuzz_rewards.py").write_text(REWARDS)
         (folder / "fuzz_tools.py").write_text(TOOLS)
-        objective = rng.choice(ONLINE) if rng.random() < 0.65 else rng.choice(DATASET)
+        objective = rng.choice(tuple(ALGORITHMS)) if rng.random() < 0.65 else rng.choice(DATASET)
         tree: dict[str, Any] = {"objective": objective, "name": f"run{self.seed}", "steps": 1, "eval": {"at_start": False, "k": 1}}
         if rng.random() < 0.15:
             tree["model"] = {"path": str(model)}
@@ -263,7 +264,7 @@ class Case:
             tree["model"]["chat_template"] = template
         tree["data"] = self._data(folder, objective)
         tree["rollout"] = {"max_new_tokens": rng.choice([1, 4, 8])}
-        if objective in ONLINE:
+        if objective in ALGORITHMS:
             tree["group"] = {
                 "prompts_per_step": rng.choice([1, 2, 2, 4]),
                 "group_size": rng.choice([2, 2, 3, 1]) if rng.random() < 0.3 else 2,
@@ -273,7 +274,7 @@ class Case:
             tree["batch_size"] = rng.choice([1, 2, 4])
         if objective in ("distill", "distill_sampled", "minillm"):
             tree["teacher"] = rng.choice([{"path": str(model)}, {"hint": "{answer} "}, {"ema": 0.5}, {"hint": "{nosuch}"}, {}])
-        if objective in ONLINE and rng.random() < 0.25:
+        if objective in ALGORITHMS and rng.random() < 0.25:
             tree["environment"] = self._environment()
             tree["data"]["chat"] = rng.random() < 0.9
             tree["model"].setdefault("chat_template", TOOLED)

@@ -20,7 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from groupwise.algorithms.advantages import standardized
+from groupwise.algorithms.advantages import Standardized
 from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe, parse_stages
 from groupwise.config.settings import DataSettings, ModelSettings, RewardSettings
@@ -122,7 +122,7 @@ def test_none_for_all_ends_the_run(recipe: Callable, tmp_path: Path) -> None:
 
 @pytest.mark.trl(11, "advantages are finite (float64)")
 def test_huge_rewards_have_finite_advantages(scored_group: Callable) -> None:
-    (advantages,) = standardized([scored_group([1e38, -1e38, 3e38])])
+    (advantages,) = Standardized()([scored_group([1e38, -1e38, 3e38])])
     found = np.array([float(one[0]) for one in advantages])
     assert np.isfinite(found).all()
     assert np.abs(found).max() > 0.5

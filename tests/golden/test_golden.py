@@ -18,7 +18,7 @@ import pytest
 import torch
 from rule_rewards import RuleRewards
 
-from groupwise.algorithms.registry import resolve
+from groupwise.algorithms.resolve import resolve
 from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.models.policy import Policy

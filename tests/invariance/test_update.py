@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.registry import ALGORITHMS, Algorithm, describe, resolve
+from groupwise.algorithms.parts import describe
+from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.models.policy import Policy

@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.recipes import load_stages
-from groupwise.config.settings import ONLINE, ModelSettings
+from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.loading import load_policy
 from groupwise.runs.folder import list_rollouts, read_step
@@ -49,7 +50,7 @@ def small(recipe: str, pairs: Path, *more: str) -> list[str]:
     found = [f"data.path={pairs}", "data.eval_fraction=0.2", f"runs={pairs.parent / 'runs'}", "eval.k=2", *more]
     for name, stage in load_stages(ROOT / "recipes" / f"{recipe}.yaml", more).items():
         at = f"stages.{name}"
-        if stage.objective in ONLINE:
+        if stage.objective in ALGORITHMS:
             found += [
                 f"{at}.steps=2",
                 f"{at}.group.prompts_per_step=3",

@@ -16,7 +16,7 @@ import yaml
 from rule_rewards import RuleRewards
 from safetensors.torch import load_file
 
-from groupwise.algorithms.registry import corrected, resolve
+from groupwise.algorithms.resolve import corrected, resolve
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import CorrectionSettings, GroupSettings, OptimizerSettings
 from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes

@@ -283,7 +283,7 @@ from pathlib import Path
 from groupwise.models.loading import make_policy
 from groupwise.models.scratch import scratch_model
 from groupwise.training.online import improve
-from groupwise.algorithms.registry import resolve
+from groupwise.algorithms.resolve import resolve
 from groupwise.training.optimizer import Optimizer
 from groupwise.runs.plan import Load, microbatch, prepared_weights, process_memory
 from groupwise.models.shape import Shape

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from groupwise.algorithms.registry import resolve
+from groupwise.algorithms.resolve import resolve
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import GroupSettings, OptimizerSettings, ReplaySettings, RewardSettings
 from groupwise.errors import ConfigError, GroupwiseError

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
+from groupwise.algorithms.resolve import corrected, resolve
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.settings import CorrectionSettings, GroupSettings
 from groupwise.errors import DataError
 from groupwise.models.policy import Policy

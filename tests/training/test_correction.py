@@ -13,7 +13,9 @@ from rule_rewards import RuleRewards
 
 from groupwise.algorithms import losses
 from groupwise.algorithms.losses import guarded_exp
-from groupwise.algorithms.registry import Algorithm, corrected, options, resolve
+from groupwise.algorithms.parts import options
+from groupwise.algorithms.resolve import corrected, resolve
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import CorrectionSettings, EngineSettings, GroupSettings, OptimizerSettings, RolloutSettings
 from groupwise.data.packing import pack
 from groupwise.models.attention import plain_attention
@@ -133,7 +135,7 @@ def test_the_settings_of_the_correction_are_its_function() -> None:
     """Each keyword of `losses.mismatch` with its default."""
     corrected = sampled_elsewhere(resolve("grpo", GroupSettings(), 16), RolloutSettings(engine=EngineSettings(name="vllm")))
     assert corrected.correction is not None
-    assert options(corrected.correction) == options(losses.mismatch) == asdict(CorrectionSettings())
+    assert options(corrected.correction) == options(losses.Correction()) == asdict(CorrectionSettings())
 
 
 def remainder(rollout: Rollout) -> float:

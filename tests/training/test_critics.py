@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import kl_estimators, losses
-from groupwise.algorithms.registry import Algorithm, resolve
+from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import Algorithm
 from groupwise.config import validation
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
@@ -71,7 +72,7 @@ def test_gae_is_the_sum_of_its_paper(gamma: float, lam: float, kl: str, scored_g
     group = scored_group([1.0, 0.25, -0.5], [7, 1, 4])
     group.rollouts[0].trained[2:4] = False
     group = valued(group)
-    (found,) = credit.gae([group], beta=0.3, kl=kl, gamma=gamma, lam=lam, whiten=False)
+    (found,) = credit.Gae(beta=0.3, kl=kl, gamma=gamma, lam=lam, whiten=False)([group])
     columns = zip(group.rollouts, group.reward, group.signals["value"], group.signals["reference_logp"], found, strict=True)
     for rollout, reward, value, reference, advantage in columns:
         expected = by_definition(rollout, reward, value, reference, beta=0.3, kl=kl, gamma=gamma, lam=lam)
@@ -81,8 +82,8 @@ def test_gae_is_the_sum_of_its_paper(gamma: float, lam: float, kl: str, scored_g
 def test_whitening_is_over_the_trained_tokens_of_all_groups(scored_group: Callable) -> None:
     groups = [valued(scored_group([1.0, None, 0.0], [5, 3, 6], id=str(i), seed=i), seed=i) for i in range(2)]
     groups[0].rollouts[0].trained[1] = False
-    raw = [a for group in credit.gae(groups, whiten=False) for a in group]
-    white = [a for group in credit.gae(groups) for a in group]
+    raw = [a for group in credit.Gae(whiten=False)(groups) for a in group]
+    white = [a for group in credit.Gae()(groups) for a in group]
     scored = [i for i in range(6) if i not in (1, 4)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     pool = np.concatenate([raw[i][rollouts[i].trained] for i in scored])
@@ -92,7 +93,7 @@ def test_whitening_is_over_the_trained_tokens_of_all_groups(scored_group: Callab
     assert not any(white[i].any() for i in (1, 4)), "what has no reward teaches nothing"
     equal = [valued(scored_group([1.0, 1.0], [1, 1], id="x"))]
     equal[0].signals["value"][1][:] = equal[0].signals["value"][0]
-    assert not any(a.any() for a in credit.gae(equal)[0]), "all advantages equal: exactly 0"
+    assert not any(a.any() for a in credit.Gae()(equal)[0]), "all advantages equal: exactly 0"
 
 
 def test_returns_are_values_plus_advantages_and_unknown_where_nothing_is(scored_group: Callable) -> None:
@@ -106,7 +107,7 @@ def test_returns_are_values_plus_advantages_and_unknown_where_nothing_is(scored_
     # At lambda 1 the sum telescopes: what was earned from here on, whatever the values were.
     np.testing.assert_allclose(found[0], 0.9 ** np.arange(4, -1, -1), rtol=1e-12)
     (same,) = credit.returns([group], resolve("ppo", GroupSettings(group_size=3, credit={"lam": 0.7}), 8).credit)
-    (advantages,) = credit.gae([group], lam=0.7, whiten=False)
+    (advantages,) = credit.Gae(lam=0.7, whiten=False)([group])
     np.testing.assert_allclose(same[0], group.signals["value"][0] + advantages[0], rtol=1e-12)
 
 
@@ -377,7 +378,7 @@ def lines_of_code(source: str) -> int:
 def test_ppo_is_under_200_lines_of_its_own() -> None:
     parts = [
         critics,
-        credit.gae,
+        credit.Gae(),
         credit._discounted,
         credit.returns,
         kl_estimators.k3_numbers,

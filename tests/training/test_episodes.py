@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rule_rewards import RuleRewards
 
-from groupwise.algorithms.advantages import process
-from groupwise.algorithms.registry import ALGORITHMS, Algorithm, corrected, resolve
+from groupwise.algorithms.advantages import Process
+from groupwise.algorithms.resolve import corrected, resolve
+from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
 from groupwise.data.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
@@ -337,7 +338,7 @@ def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
         replace(r, episode=replace(r.episode, turns=tuple(replace(t, reward=None) for t in r.episode.turns)))
         for r in group.rollouts
     ]
-    (advantages,) = process([with_turns(replace(group, rollouts=tuple(unrewarded)))])
+    (advantages,) = Process()([with_turns(replace(group, rollouts=tuple(unrewarded)))])
     assert not any(column.any() for column in advantages)
     plain = replace(group, rollouts=tuple(replace(r, episode=None) for r in group.rollouts))
     assert with_turns(plain) is plain
@@ -355,7 +356,7 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
     policy = tiny_policy("llama", dtype=torch.float64, scale=2.0)
     settings = GroupSettings(prompts_per_step=2, group_size=4, updates_per_rollout=2, minibatches=2)
     algorithm = resolve("grpo" if preset == "process" else preset, settings, 40)
-    algorithm = replace(algorithm, credit=process) if preset == "process" else algorithm
+    algorithm = replace(algorithm, credit=Process()) if preset == "process" else algorithm
     rng = np.random.default_rng(0)
     prompts = (Prompt(id=f"0/{i}", tokens=rng.integers(6, 50, size=3 + i % 3), text="") for i in range(100))
     world = scripted_world(cut=0.4, cut_to="other", delays=0)

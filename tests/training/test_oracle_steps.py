@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -21,8 +20,8 @@ import pytest
 import torch
 
 from groupwise.algorithms import loss_weights, losses
-from groupwise.algorithms.advantages import standardized
-from groupwise.algorithms.registry import ALGORITHMS, Algorithm
+from groupwise.algorithms.advantages import Standardized
+from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
@@ -51,8 +50,8 @@ CASES = [pytest.param(case, id=case["name"]) for case in CONTENT["cases"]]
 def algorithm_of(case: dict) -> Algorithm:
     """TRL's loss types change the loss alone: the credit is its default, every group is live and every completion ends."""
     row = ALGORITHMS[case["loss_type"]]
-    weigh_by = partial(loss_weights.constant, length=LONGEST) if row.weights is loss_weights.constant else row.weights
-    return replace(row, credit=standardized, weights=weigh_by, dead_groups="exact", truncated="keep")
+    weigh_by = loss_weights.Constant(length=LONGEST) if row.weights == loss_weights.Constant() else row.weights
+    return replace(row, credit=Standardized(), weights=weigh_by, dead_groups="exact", truncated="keep")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def minibatches_of(case: dict, groups: list[Scored]) -> list[tuple[int, ...]]:
     everything = tuple(range(len(TOKENS_R)))
     if size == len(everything):
         return [everything]
-    advantage_R = np.array([a[0] for group in standardized(groups) for a in group])
+    advantage_R = np.array([a[0] for group in Standardized()(groups) for a in group])
     cut = case["name"].partition("/")[2]
     logged = {c["loss_type"]: c["logged_loss"] for c in CONTENT["cases"] if c["name"].endswith(f"/{cut}")}
     found = []
@@ -139,7 +138,7 @@ def take(
 
 def share_of_loss(case: dict, rows: Sequence[int]) -> float:
     """What a step's loss here is in TRL's units: its N is the mean over the rollout's steps, here it is the step's own."""
-    if ALGORITHMS[case["loss_type"]].weights is not loss_weights.token_mean or case["loss_type"] == "bnpo":
+    if ALGORITHMS[case["loss_type"]].weights != loss_weights.TokenMean() or case["loss_type"] == "bnpo":
         return 1.0
     return float(TOKENS_R[list(rows)].sum() / (TOKENS_R.sum() / len(case["logged_loss"])))
 
@@ -157,12 +156,12 @@ def test_p01_p03_steps_are_trls_however_they_are_cut(case: dict, policy: Policy,
         _, again = take(policy, algorithm, groups, rows, budget=1)
         torch.testing.assert_close(again, gradient, rtol=1e-10, atol=1e-12)
         share = share_of_loss(case, rows)
-        with_logp = {losses.cispo, losses.vespo} & {getattr(algorithm.surrogate, "func", algorithm.surrogate)}
+        with_logp = {losses.Cispo(), losses.Vespo()} & {getattr(algorithm.surrogate, "func", algorithm.surrogate)}
         # Differs on purpose: TRL's bnpo is the mean of its micro-batches' means.
         if not with_logp and (case["loss_type"] != "bnpo" or case["ga"] == 1):
             assert found.loss * share == pytest.approx(logged, abs=1e-5)
         share = (
-            float(TOKENS_R[list(rows)].sum() / TOKENS_R.sum()) if algorithm.weights is loss_weights.token_mean else len(rows) / 8
+            float(TOKENS_R[list(rows)].sum() / TOKENS_R.sum()) if algorithm.weights == loss_weights.TokenMean() else len(rows) / 8
         )
         mean += share * gradient
     torch.testing.assert_close(mean, whole, rtol=1e-9, atol=1e-12)

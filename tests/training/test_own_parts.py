@@ -15,7 +15,7 @@ from groupwise.runs.run import train
 PARTS = """
 from dataclasses import replace
 
-from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.algorithms.table import ALGORITHMS
 
 looked_at = []
 

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from groupwise.algorithms import advantages
-from groupwise.algorithms.registry import resolve
+from groupwise.algorithms.resolve import resolve
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
@@ -91,7 +91,7 @@ def test_the_long_part_is_the_paper_s_and_has_none_of_trl_s_defects(groups: list
     signals = {"teacher_logp": tuple(rng.normal(size=len(r)) for r in groups[0].rollouts)}
     group = replace(groups[0], signals=signals)
     for gamma, normalize in ((1.0, True), (0.9, True), (0.9, False), (1.0, False)):
-        (found,) = advantages.reverse_kl([group], gamma=gamma, own=False, normalize=normalize)
+        (found,) = advantages.ReverseKl(gamma=gamma, own=False, normalize=normalize)([group])
         for rollout, teacher, advantage in zip(group.rollouts, signals["teacher_logp"], found, strict=True):
             places = [t for t in range(len(rollout)) if rollout.trained[t]]
             ratio = [teacher[t] - rollout.behavior_logp[t] for t in places]
@@ -102,12 +102,12 @@ def test_the_long_part_is_the_paper_s_and_has_none_of_trl_s_defects(groups: list
                 total = sum(power * r for power, r in zip(powers, later, strict=True))
                 expected[t] = total / sum(powers) if normalize and later else total
             np.testing.assert_allclose(advantage, expected, rtol=1e-12, atol=1e-12)
-    (whole,) = advantages.reverse_kl([group])
+    (whole,) = advantages.ReverseKl()([group])
     assert whole[2][0] == pytest.approx(sum(signals["teacher_logp"][2] - group.rollouts[2].behavior_logp))
-    (own,) = advantages.reverse_kl([group], gamma=0.0)
+    (own,) = advantages.ReverseKl(gamma=0.0)([group])
     np.testing.assert_allclose(own[2], signals["teacher_logp"][2] - group.rollouts[2].behavior_logp)
     scored = replace(group, signals={**signals, "scored_logp": tuple(0 * column for column in signals["teacher_logp"])})
-    np.testing.assert_allclose(advantages.reverse_kl([scored], gamma=0.0)[0][2], signals["teacher_logp"][2])
+    np.testing.assert_allclose(advantages.ReverseKl(gamma=0.0)([scored])[0][2], signals["teacher_logp"][2])
 
 
 # ---- steps

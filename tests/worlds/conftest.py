@@ -11,7 +11,7 @@ from rule_rewards import Rule, RuleRewards
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.algorithms.registry import corrected, resolve
+from groupwise.algorithms.resolve import corrected, resolve
 from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Step

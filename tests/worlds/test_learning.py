@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.rollout.native.engine import NativeEngine

@@ -1,6 +1,6 @@
 """Rewards of a group -> advantage of every completion token.
 
-Every function takes the groups of a whole rollout and returns, per group and completion, a float64 array (n,).  Statistics are
+Every credit takes the groups of a whole rollout and gives, per group and completion, a float64 array (n,).  Statistics are
 float64.  Three rules hold everywhere.  Rewards that differ by no more than rounding (`records.alike`) give exactly 0: the
 floating-point standard deviation of eight times 0.1 is not 0, and 0.1 + 0.2 is not 0.3.  A KL that is no more than the rounding of
 log-probs (`LOGP_ROUNDING`) is 0.  An unscorable completion (reward NaN) enters no statistic and gets exactly 0.
@@ -11,13 +11,14 @@ G completions of a group   n tokens of a completion   K reward functions
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, Optional
 
 import numpy as np
 from annotated_types import Ge, Le
 
 from groupwise.algorithms.kl_estimators import k3_numbers
-from groupwise.algorithms.parts import called, checked_advantages, declares, parameters
+from groupwise.algorithms.parts import Credit, called, checked_advantages, options, with_options
 from groupwise.errors import ConfigError
 from groupwise.records import TIE, Rollout, Scored, alike
 
@@ -26,139 +27,153 @@ Freedom = Literal[0, 1]
 """ddof of a standard deviation: 1 divides by n - 1 (TRL), 0 by n (the paper)."""
 NotNegative = Annotated[float, Ge(0.0)]
 Share = Annotated[float, Ge(0.0), Le(1.0)]
+MaybeShare = Optional[Share]  # noqa: UP045 - `|` of annotated types is for type checkers no value
 LOGP_ROUNDING = 1e-5
 """Nats, root mean square over tokens: two computations of one log-prob in float32 lie no further apart."""
 
 
-@declares(compares_siblings=True)
-def standardized(
-    groups: Sequence[Scored],
-    *,
-    ddof: Freedom = 1,
-    eps: NotNegative = 1e-4,
-    scale: Literal["group", "batch", "none"] = "group",
-) -> Advantages:
+@dataclass(frozen=True)
+class Standardized(Credit):
     """`A_i = (r_i - mean) / (std + eps)`, mean and std over the completions of the prompt (GRPO, 2402.03300).
 
     `scale="batch"` divides by the std of all rewards of the batch (the mean stays the group's), `"none"` by nothing.
     For the rewards [1, 0, 0.5] the default gives +-0.9998, and `ddof=0, eps=0` gives +-1.2247.
     """
-    deviations = [_deviation(_rewards(group)) for group in groups]
-    if scale == "none":
-        return _spread(groups, deviations)
-    if scale == "batch":
-        spreads = [_std(np.concatenate([_rewards(group) for group in groups]), ddof)] * len(groups)
-    else:
-        spreads = [_std(_rewards(group), ddof) for group in groups]
-    return _spread(groups, [_over(deviation, std, eps) for deviation, std in zip(deviations, spreads, strict=True)])
+
+    ddof: Freedom = 1
+    eps: NotNegative = 1e-4
+    scale: Literal["group", "batch", "none"] = "group"
+    compares_siblings = True
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        deviations = [_deviation(_rewards(group)) for group in groups]
+        if self.scale == "none":
+            return _spread(groups, deviations)
+        if self.scale == "batch":
+            spreads = [_std(np.concatenate([_rewards(group) for group in groups]), self.ddof)] * len(groups)
+        else:
+            spreads = [_std(_rewards(group), self.ddof) for group in groups]
+        return _spread(groups, [_over(deviation, std, self.eps) for deviation, std in zip(deviations, spreads, strict=True)])
 
 
-@declares(compares_siblings=True)
-def centered(groups: Sequence[Scored]) -> Advantages:
+@dataclass(frozen=True)
+class Centered(Credit):
     """`A_i = r_i - mean` (Dr. GRPO, 2503.20783): dividing by the std would favour prompts that are too easy or too hard."""
-    return standardized(groups, scale="none")
+
+    compares_siblings = True
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        return Standardized(scale="none")(groups)
 
 
-@declares(compares_siblings=True)
-def leave_one_out(
-    groups: Sequence[Scored],
-    *,
-    beta: NotNegative = 0.0,
-    scale: Literal["none", "batch"] = "none",
-    ddof: Freedom = 1,
-    eps: NotNegative = 1e-4,
-) -> Advantages:
+@dataclass(frozen=True)
+class LeaveOneOut(Credit):
     """`A_i = r_i - mean of the others` (RLOO, 2402.14740): a baseline that does not depend on the completion it judges.
 
     `beta` puts the KL into the reward: `r_i - beta sum_t (b - ref)_t` over trained tokens (signal `reference_logp`).
     `scale="batch"` divides by the std of all advantages of the batch.
     """
-    advantages = []
-    for group, gaps in zip(groups, _reference_gaps(groups, beta), strict=True):
-        reward_G = _rewards(group) - beta * np.array([gap_n.sum() for gap_n in gaps])
-        known = np.count_nonzero(~np.isnan(reward_G))
-        advantages.append(_deviation(reward_G) * (known / max(known - 1, 1)))  # r - mean of others = n / (n - 1) (r - mean)
-    if scale == "batch":
-        std = _std(np.concatenate(advantages), ddof)
-        advantages = [_over(advantage_G, std, eps) for advantage_G in advantages]
-    return _spread(groups, advantages)
+
+    beta: NotNegative = 0.0
+    scale: Literal["none", "batch"] = "none"
+    ddof: Freedom = 1
+    eps: NotNegative = 1e-4
+    compares_siblings = True
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        advantages = []
+        for group, gaps in zip(groups, _reference_gaps(groups, self.beta), strict=True):
+            reward_G = _rewards(group) - self.beta * np.array([gap_n.sum() for gap_n in gaps])
+            known = np.count_nonzero(~np.isnan(reward_G))
+            advantages.append(_deviation(reward_G) * (known / max(known - 1, 1)))  # r - mean of others = n / (n - 1) (r - mean)
+        if self.scale == "batch":
+            std = _std(np.concatenate(advantages), self.ddof)
+            advantages = [_over(advantage_G, std, self.eps) for advantage_G in advantages]
+        return _spread(groups, advantages)
 
 
-@declares(compares_siblings=True)
-def maxrl(groups: Sequence[Scored]) -> Advantages:
+@dataclass(frozen=True)
+class Maxrl(Credit):
     """`A_i = (r_i - mean) / mean`: the gradient of log p(success), not of p(success), to the order that G samples allow (MaxRL,
     2602.02710).
 
     A prompt that is rarely solved counts for as much as one that often is.  For rewards from 0; a group of zeros teaches nothing.
     """
-    advantages = []
-    for group in groups:
-        reward_G = _rewards(group)
-        mean = float(np.nanmean(reward_G)) if not np.isnan(reward_G).all() else 0.0
-        advantages.append(_deviation(reward_G) / mean if mean > 0.0 else np.zeros(reward_G.size))
-    return _spread(groups, advantages)
+
+    compares_siblings = True
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        advantages = []
+        for group in groups:
+            reward_G = _rewards(group)
+            mean = float(np.nanmean(reward_G)) if not np.isnan(reward_G).all() else 0.0
+            advantages.append(_deviation(reward_G) / mean if mean > 0.0 else np.zeros(reward_G.size))
+        return _spread(groups, advantages)
 
 
-def batch_centered(groups: Sequence[Scored]) -> Advantages:
+@dataclass(frozen=True)
+class BatchCentered(Credit):
     """`A_i = r_i - mean over the batch`: REINFORCE's baseline (Williams 1992), which asks for no siblings."""
-    sizes = np.cumsum([group.reward.size for group in groups])[:-1]
-    return _spread(groups, np.split(_deviation(np.concatenate([_rewards(group) for group in groups])), sizes))
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        sizes = np.cumsum([group.reward.size for group in groups])[:-1]
+        return _spread(groups, np.split(_deviation(np.concatenate([_rewards(group) for group in groups])), sizes))
 
 
-@declares(compares_siblings=True)
-def decoupled(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative = 1e-4) -> Advantages:
+@dataclass(frozen=True)
+class Decoupled(Credit):
     """Standardize each reward function within the group, add them up weighted, divide by the batch's std (GDPO, 2601.05242).
 
     Adding first would let different reward vectors with the same sum look alike.  The sums have mean 0 over every group, so
     nothing is left to subtract.
     """
-    sums = []
-    for group in groups:
-        reward_GK = _float64(group.rewards)
-        scores_KG = [_over(_deviation(reward_G), _std(reward_G, ddof), eps) for reward_G in reward_GK.T]
-        total_G = np.nansum(np.array(group.weights)[:, None] * scores_KG, axis=0)
-        sums.append(np.where(np.isnan(reward_GK).all(axis=1), np.nan, total_G))
-    std = _std(np.concatenate(sums), ddof)
-    return _spread(groups, [_over(sum_G, std, eps) for sum_G in sums])
+
+    ddof: Freedom = 1
+    eps: NotNegative = 1e-4
+    compares_siblings = True
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        sums = []
+        for group in groups:
+            reward_GK = _float64(group.rewards)
+            scores_KG = [_over(_deviation(reward_G), _std(reward_G, self.ddof), self.eps) for reward_G in reward_GK.T]
+            total_G = np.nansum(np.array(group.weights)[:, None] * scores_KG, axis=0)
+            sums.append(np.where(np.isnan(reward_GK).all(axis=1), np.nan, total_G))
+        std = _std(np.concatenate(sums), self.ddof)
+        return _spread(groups, [_over(sum_G, std, self.eps) for sum_G in sums])
 
 
-@declares(compares_siblings=lambda options: options["baseline"])
-def whitened(
-    groups: Sequence[Scored],
-    *,
-    beta: NotNegative = 0.0,
-    baseline: bool = False,
-    ddof: Freedom = 0,
-    eps: NotNegative = 1e-8,
-) -> Advantages:
+@dataclass(frozen=True)
+class Whitened(Credit):
     """`A_t = r - beta sum_{s >= t} (b - ref)_s`, whitened over all trained tokens of the batch (REINFORCE++, 2501.03262).
 
     `baseline=True` takes the group's mean from r first (REINFORCE++-baseline); a group of equal rewards then stays at exactly 0.
     """
-    values: list[list[np.ndarray]] = []
-    for group, gaps in zip(groups, _reference_gaps(groups, beta), strict=True):
-        start_G = _deviation(_rewards(group)) if baseline else _rewards(group)
-        values.append([start - beta * np.cumsum(gap_n[::-1])[::-1] for start, gap_n in zip(start_G, gaps, strict=True)])
-    silent = [baseline and not any(np.nan_to_num(value).any() for value in completions) for completions in values]
-    return [
-        [np.zeros(value.size) if zero else value for value in completions]
-        for completions, zero in zip(_whiten(groups, values, ddof, eps), silent, strict=True)
-    ]
+
+    beta: NotNegative = 0.0
+    baseline: bool = False
+    ddof: Freedom = 0
+    eps: NotNegative = 1e-8
+
+    @property
+    def compares_siblings(self) -> bool:  # type: ignore[override]
+        """With the group's mean as baseline."""
+        return self.baseline
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        values: list[list[np.ndarray]] = []
+        for group, gaps in zip(groups, _reference_gaps(groups, self.beta), strict=True):
+            start_G = _deviation(_rewards(group)) if self.baseline else _rewards(group)
+            values.append([start - self.beta * np.cumsum(gap_n[::-1])[::-1] for start, gap_n in zip(start_G, gaps, strict=True)])
+        silent = [self.baseline and not any(np.nan_to_num(value).any() for value in completions) for completions in values]
+        return [
+            [np.zeros(value.size) if zero else value for value in completions]
+            for completions, zero in zip(_whiten(groups, values, self.ddof, self.eps), silent, strict=True)
+        ]
 
 
-@declares(reads=("value",))
-def gae(
-    groups: Sequence[Scored],
-    *,
-    beta: NotNegative = 0.0,
-    kl: Literal["k1", "k3"] = "k1",
-    gamma: Share = 1.0,
-    lam: Share = 0.95,
-    value_lam: Share | None = None,
-    whiten: bool = True,
-    ddof: Freedom = 1,
-    eps: NotNegative = 1e-8,
-) -> Advantages:
+@dataclass(frozen=True)
+class Gae(Credit):
     """`A_t = sum_k (gamma lam)^k delta_{t+k}`, `delta_t = r_t + gamma V_{t+1} - V_t` (GAE 1506.02438, eq. 16; PPO 1707.06347).
 
     V is the signal `value`, read before the token is drawn; behind the last token it is 0, also where the length limit ended the
@@ -167,29 +182,40 @@ def gae(
     tokens of the rollout and divides by their standard deviation.  `value_lam`: the lambda of what the value function learns
     (`returns`), if it is to be another one (1: what was really earned, VC-PPO 2503.01491).
     """
-    advantages = []
-    for group, gaps in zip(groups, _reference_gaps(groups, beta), strict=True):
-        columns = zip(group.rollouts, _rewards(group), _signal(group, "value"), gaps, strict=True)
-        advantages.append(
-            [
-                _discounted(rollout, reward, _float64(value_n), beta * (gap_n if kl == "k1" else k3_numbers(gap_n)), gamma, lam)
-                for rollout, reward, value_n, gap_n in columns
-            ]
-        )
-    if whiten:
-        values = [np.abs(value_n).max(initial=0.0) for group in groups for value_n in _signal(group, "value")]
-        advantages = _whiten(groups, advantages, ddof, eps, size=max(values, default=0.0))
-    return [[np.nan_to_num(advantage_n) for advantage_n in completions] for completions in advantages]
 
+    beta: NotNegative = 0.0
+    kl: Literal["k1", "k3"] = "k1"
+    gamma: Share = 1.0
+    lam: Share = 0.95
+    value_lam: MaybeShare = None
+    whiten: bool = True
+    ddof: Freedom = 1
+    eps: NotNegative = 1e-8
+    reads = ("value",)
 
-def _discounted(rollout: Rollout, reward: float, value_n: np.ndarray, price_n: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """The advantages of one completion before whitening; NaN where there is none: at tokens that are not trained, or at all."""
-    advantage_n = np.full(len(rollout), np.nan)
-    later, value_after, earned = 0.0, 0.0, reward
-    for t in np.flatnonzero(rollout.trained)[::-1]:
-        later = earned - price_n[t] + gamma * value_after - value_n[t] + gamma * lam * later
-        advantage_n[t], value_after, earned = later, value_n[t], 0.0
-    return advantage_n
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        advantages = []
+        for group, gaps in zip(groups, _reference_gaps(groups, self.beta), strict=True):
+            columns = zip(group.rollouts, _rewards(group), _signal(group, "value"), gaps, strict=True)
+            advantages.append(
+                [
+                    self._discounted(rollout, reward, _float64(value_n), gap_n if self.kl == "k1" else k3_numbers(gap_n))
+                    for rollout, reward, value_n, gap_n in columns
+                ]
+            )
+        if self.whiten:
+            values = [np.abs(value_n).max(initial=0.0) for group in groups for value_n in _signal(group, "value")]
+            advantages = _whiten(groups, advantages, self.ddof, self.eps, size=max(values, default=0.0))
+        return [[np.nan_to_num(advantage_n) for advantage_n in completions] for completions in advantages]
+
+    def _discounted(self, rollout: Rollout, reward: float, value_n: np.ndarray, gap_n: np.ndarray) -> np.ndarray:
+        """The advantages of one completion before whitening; NaN where there is none: at tokens that are not trained, or at all."""
+        advantage_n, price_n = np.full(len(rollout), np.nan), self.beta * gap_n
+        later, value_after, earned = 0.0, 0.0, reward
+        for t in np.flatnonzero(rollout.trained)[::-1]:
+            later = earned - price_n[t] + self.gamma * value_after - value_n[t] + self.gamma * self.lam * later
+            advantage_n[t], value_after, earned = later, value_n[t], 0.0
+        return advantage_n
 
 
 def returns(groups: Sequence[Scored], credit: Callable[..., Advantages]) -> Advantages:
@@ -198,11 +224,11 @@ def returns(groups: Sequence[Scored], credit: Callable[..., Advantages]) -> Adva
     `credit`: reads the signal `value`; where it has the options `whiten` and `lam`, these are set so.
     NaN where nothing is to be learnt: at tokens that are not trained, and in a completion without a reward.
     """
-    options = {name: one.default for name, one in parameters(credit).items()}
-    changed = {"whiten": False} if "whiten" in options else {}
-    if options.get("value_lam") is not None:
-        changed["lam"] = options["value_lam"]
-    unwhitened = checked_advantages(credit, called("credit", credit, groups, **changed), groups)
+    known = options(credit)
+    changed = {"whiten": False} if "whiten" in known else {}
+    if known.get("value_lam") is not None:
+        changed["lam"] = known["value_lam"]
+    unwhitened = checked_advantages(credit, called("credit", with_options(credit, changed), groups), groups)
     return [
         [
             np.where(rollout.trained & ~np.isnan(reward), _float64(value_n) + advantage_n, np.nan)
@@ -214,25 +240,31 @@ def returns(groups: Sequence[Scored], credit: Callable[..., Advantages]) -> Adva
     ]
 
 
-@declares(reads=("process",))
-def process(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative = 1e-4) -> Advantages:
+@dataclass(frozen=True)
+class Process(Credit):
     """`A_it = sum of the standardized rewards of the steps that end at or after t` (DeepSeekMath 2402.03300, 4.1.3).
 
     Step rewards are the signal `process`: the reward at a step's last token, NaN at all others.  They are standardized over all
     steps of all completions of the group.  With one step per completion this is `standardized`.
     """
-    advantages = []
-    for group in groups:
-        steps = [_float64(step_n) for step_n in _signal(group, "process")]
-        pool = np.concatenate(steps)
-        score = np.nan_to_num(_over(_deviation(pool), _std(pool, ddof), eps))
-        parts = np.split(score, np.cumsum([step_n.size for step_n in steps])[:-1])
-        advantages.append([np.cumsum(part[::-1])[::-1] for part in parts])
-    return advantages
+
+    ddof: Freedom = 1
+    eps: NotNegative = 1e-4
+    reads = ("process",)
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        advantages = []
+        for group in groups:
+            steps = [_float64(step_n) for step_n in _signal(group, "process")]
+            pool = np.concatenate(steps)
+            score = np.nan_to_num(_over(_deviation(pool), _std(pool, self.ddof), self.eps))
+            parts = np.split(score, np.cumsum([step_n.size for step_n in steps])[:-1])
+            advantages.append([np.cumsum(part[::-1])[::-1] for part in parts])
+        return advantages
 
 
-@declares(reads=("teacher_logp",), needs_reward=False)
-def reverse_kl(groups: Sequence[Scored], *, gamma: Share = 1.0, own: bool = True, normalize: bool = False) -> Advantages:
+@dataclass(frozen=True)
+class ReverseKl(Credit):
     """`A_t = sum_{s >= t} gamma^(s - t) R_s`, `R = log p - log q`: the policy gradient of KL(student q || teacher p), the rewards'
     place taken by a teacher (signal `teacher_logp`).
 
@@ -241,28 +273,40 @@ def reverse_kl(groups: Sequence[Scored], *, gamma: Share = 1.0, own: bool = True
     token has none.  q is what the policy said before its first update: `scored_logp` where another engine or a teacher helped to
     sample, else `b`.  Tokens that the policy did not write are passed over.
     """
-    advantages = []
-    for group in groups:
-        teacher = _signal(group, "teacher_logp")
-        found = []
-        for rollout, p_n, q_n in zip(group.rollouts, teacher, _policy_logp(group), strict=True):
-            places = np.flatnonzero(rollout.trained)
-            ratio_k = (_float64(p_n) - _float64(q_n))[places]
-            advantage_n, total, powers = np.zeros(len(rollout)), 0.0, 0.0
-            for k in range(places.size - 1, -1, -1):
-                with_own = ratio_k[k] + gamma * total, 1.0 + gamma * powers
-                total_here, powers_here = with_own if own else (total, powers)
-                advantage_n[places[k]] = total_here / powers_here if normalize and powers_here else total_here
-                total, powers = with_own
-            found.append(advantage_n)
-        advantages.append(found)
-    return advantages
+
+    gamma: Share = 1.0
+    own: bool = True
+    normalize: bool = False
+    reads = ("teacher_logp",)
+    needs_reward = False
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        advantages = []
+        for group in groups:
+            teacher = _signal(group, "teacher_logp")
+            found = []
+            for rollout, p_n, q_n in zip(group.rollouts, teacher, _policy_logp(group), strict=True):
+                places = np.flatnonzero(rollout.trained)
+                ratio_k = (_float64(p_n) - _float64(q_n))[places]
+                advantage_n, total, powers = np.zeros(len(rollout)), 0.0, 0.0
+                for k in range(places.size - 1, -1, -1):
+                    with_own = ratio_k[k] + self.gamma * total, 1.0 + self.gamma * powers
+                    total_here, powers_here = with_own if self.own else (total, powers)
+                    advantage_n[places[k]] = total_here / powers_here if self.normalize and powers_here else total_here
+                    total, powers = with_own
+                found.append(advantage_n)
+            advantages.append(found)
+        return advantages
 
 
-@declares(needs_reward=False)
-def nothing(groups: Sequence[Scored]) -> Advantages:
+@dataclass(frozen=True)
+class Nothing(Credit):
     """0 everywhere: what is learnt comes from a teacher's distributions, not from what was drawn."""
-    return [[np.zeros(len(rollout)) for rollout in group.rollouts] for group in groups]
+
+    needs_reward = False
+
+    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+        return [[np.zeros(len(rollout)) for rollout in group.rollouts] for group in groups]
 
 
 def is_dead(advantages: Sequence[np.ndarray]) -> bool:

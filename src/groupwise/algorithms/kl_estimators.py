@@ -10,46 +10,58 @@ ref the same under the reference   rho = exp(l - b)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from groupwise.algorithms.losses import LIMIT, guarded_exp
+from groupwise.algorithms.parts import Kl
 
-KL = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(l, ref, l - b), each (M,) -> (M,)."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def k1(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class K1(Kl):
     """`l - ref`: unbiased as a number; its own gradient is 0 on average, so it belongs in the reward, not in the loss."""
-    return logp_M - reference_logp_M
+
+    def __call__(self, logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+        return logp_M - reference_logp_M
 
 
-def k2(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class K2(Kl):
     """`(l - ref)^2 / 2`: on-policy its gradient is that of the true KL."""
-    return 0.5 * (logp_M - reference_logp_M).square()
+
+    def __call__(self, logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+        return 0.5 * (logp_M - reference_logp_M).square()
 
 
-def k3(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class K3(Kl):
     """`exp(ref - l) - (ref - l) - 1`: never negative, low variance (Schulman, joschu.net/blog/kl-approx.html; GRPO, eq. 4).
 
     Beyond `LIMIT` it continues as its tangent: a gap of 100 nats stays finite, and still pulls the policy the right way.
     """
-    gap_M = reference_logp_M - logp_M
-    inside_M = gap_M.clamp(max=LIMIT)
-    return torch.expm1(inside_M) - inside_M + math.expm1(LIMIT) * torch.relu(gap_M - LIMIT)
+
+    def __call__(self, logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+        gap_M = reference_logp_M - logp_M
+        inside_M = gap_M.clamp(max=LIMIT)
+        return inside_M.expm1() - inside_M + math.expm1(LIMIT) * (gap_M - LIMIT).relu()
 
 
-def k3_ratio(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class K3Ratio(Kl):
     """`rho k3`, rho differentiable: unbiased in value and gradient off-policy too (DeepSeek-V3.2, 2512.02556; TRL's default).
 
     rho is the token's, whatever the level of the policy ratio: the KL is a sum over tokens.  Multiplied out it is
     `exp(ref - b) - rho (1 + ref - l)`, whose first term is a constant: the gradient is `rho (l - ref)`, which no gap can overflow.
     """
-    gap_M = reference_logp_M - logp_M
-    return guarded_exp((gap_M + log_ratio_M).detach()) - guarded_exp(log_ratio_M) * (1 + gap_M)
+
+    def __call__(self, logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+        gap_M = reference_logp_M - logp_M
+        return guarded_exp((gap_M + log_ratio_M).detach()) - guarded_exp(log_ratio_M) * (1 + gap_M)
 
 
 def k3_numbers(gap_n: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""What the parts of an algorithm have in common: the facts that each declares, and checks of what a part of your own gives.
+"""What the parts of an algorithm have in common: options, facts, and checks of what a part of your own gives.
 
-A part is a function, a `partial` of one, or an object that can be called.  Its facts are its attributes, so that yours declares
-them as ours do: `my_credit.reads = ("value",)`.
+A part of ours is a frozen dataclass: its fields are its options, its class attributes its facts, and it is called with what its
+kind is called with (`INPUTS`).  Yours may be one too, or any function, `partial` or object that can be called; it declares its
+facts as attributes, as ours do: `my_credit.reads = ("value",)`.  Importing this file does not import torch.
 
 M trained tokens of one micro-batch   R completions of the optimizer step   n tokens of a completion
 """
@@ -10,44 +11,79 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import re
 import reprlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_type_hints
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.records import Scored
 
-FACTS: Mapping[str, Any] = {
-    "reads": (),
-    "needs_reward": True,
-    "compares_siblings": False,
-    "per_token": False,
-    "ratio_level": None,
-    "folds_mismatch": False,
-    "reads_logp": True,
-}
-"""What a part may declare, and what holds of one that does not:
+if TYPE_CHECKING:
+    from torch import Tensor
 
-    reads              credit: names of the signals that it reads beside rewards: `value` (a critic is then trained),
-                       `teacher_logp` (a teacher scores what was drawn), `process` (rewards of steps)
-    needs_reward       credit: False if it never looks at a reward
-    compares_siblings  credit: True if a group of one completion would get no advantage
-    per_token          ratio, surrogate: True if a token's loss depends on that token alone: its gradient is then taken while the
-                       log-probs of the other tokens do not exist yet
-    ratio_level        surrogate: name of the ratio level that it is looked at by, where it does not read `Terms.log_ratio_M`
-    folds_mismatch     surrogate: True if the weights of a sampler mismatch are in its own weight; all others are multiplied by them
-    reads_logp         surrogate: False if its loss does not depend on log-probs
 
-A fact that depends on the part's options is a function of them."""
+class Part:
+    """A part of ours, with the facts of one that declares none."""
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+    __call__: Any
+
+    name: ClassVar[str] = ""
+    """In a recipe: the class's name in small letters."""
+    reads: ClassVar[Any] = ()
+    """Credit: names of the signals that it reads beside rewards: `value` (a critic is then trained), `teacher_logp` (a teacher
+    scores what was drawn), `process` (rewards of steps)."""
+    needs_reward: ClassVar[Any] = True
+    """Credit: False if it never looks at a reward."""
+    compares_siblings: ClassVar[Any] = False
+    """Credit: True if a group of one completion would get no advantage."""
+    per_token: ClassVar[Any] = False
+    """Ratio, surrogate: True if a token's loss depends on that token alone: its gradient is then taken while the log-probs of the
+    other tokens do not exist yet."""
+    ratio_level: ClassVar[Any] = None
+    """Surrogate: name of the ratio level that it is looked at by, where it does not read `Terms.log_ratio_M`."""
+    folds_mismatch: ClassVar[Any] = False
+    """Surrogate: True if the weights of a sampler mismatch are in its own weight; all others are multiplied by them."""
+    reads_logp: ClassVar[Any] = True
+    """Surrogate: False if its loss does not depend on log-probs."""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+
+class Credit(Part):
+    """Rewards of groups -> advantages."""
+
+
+class Ratio(Part):
+    """Log-probs -> the log of each token's importance ratio.  A recipe names `SequenceMeanRatio` as `sequence_mean`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.name = cls.name.removesuffix("_ratio")
+
+
+class Surrogate(Part):
+    """`losses.Terms` -> the loss of each token."""
+
+
+class Weights(Part):
+    """Lengths of completions -> the weight of each completion's tokens."""
+
+
+class Kl(Part):
+    """Log-probs, those of the reference, log-ratios -> the estimated KL of each token."""
+
+
+class Divergence(Part):
+    """Log-probs of student and teacher over the vocabulary -> the distance of each row."""
+
 
 INPUTS = {
     "credit": ("groups",),
@@ -61,30 +97,15 @@ INPUTS = {
 """What each kind of part is called with."""
 
 
-def declares(**facts: Any) -> Callable[[Decorated], Decorated]:
-    """Write facts onto a function.  The same as to set its attributes."""
-    assert facts.keys() <= FACTS.keys()
-
-    def mark(function: Decorated) -> Decorated:
-        for name, value in facts.items():
-            setattr(function, name, value)
-        return function
-
-    return mark
-
-
 def fact(part: Callable[..., Any], name: str) -> Any:
-    """What a part declares, or the default of `FACTS`.
+    """What a part declares, or the default (`Part`).
 
-    >>> @declares(per_token=True)
-    ... def surrogate(terms, *, width=1.0): ...
+    >>> def surrogate(terms, *, width=1.0): ...
+    >>> surrogate.per_token = True
     >>> fact(partial(surrogate, width=2.0), "per_token"), fact(surrogate, "reads_logp")
     (True, True)
     """
-    value = getattr(bare(part), name, FACTS[name])
-    if inspect.isfunction(value):
-        return value(options(part))
-    return value
+    return getattr(bare(part), name, getattr(Part, name))
 
 
 def bare(part: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,9 +116,10 @@ def bare(part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def name_of(part: Callable[..., Any]) -> str:
-    """The name of a part: of an object, its type's."""
+    """The name of a part: ours as a recipe names it; of another object its type's."""
     function = bare(part)
-    return getattr(function, "__name__", type(function).__name__)
+    known = function if isinstance(function, type) else type(function)
+    return known.name if issubclass(known, Part) else getattr(function, "__name__", known.__name__)
 
 
 def options(part: Callable[..., Any]) -> dict[str, Any]:
@@ -110,11 +132,35 @@ def options(part: Callable[..., Any]) -> dict[str, Any]:
 
 
 def parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """What a recipe may set of a part: its keyword-only parameters, and those with a default."""
+    """What a recipe may set of a part: a dataclass's fields; a function's keyword-only parameters, and those with a default."""
+    if is_dataclass(part):
+        fields = inspect.signature(part if isinstance(part, type) else type(part)).parameters
+        return dict(fields) if isinstance(part, type) else {n: p.replace(default=getattr(part, n)) for n, p in fields.items()}
     named = inspect.signature(part).parameters
     return {
         n: p for n, p in named.items() if p.kind is p.KEYWORD_ONLY or (p.default is not p.empty and p.kind is not p.VAR_KEYWORD)
     }
+
+
+def hints(part: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a part's options."""
+    function = bare(part)
+    if is_dataclass(function) and not isinstance(function, type):
+        function = type(function)
+    try:
+        known = function if inspect.isroutine(function) or isinstance(function, type) else type(function).__call__
+        return get_type_hints(known, include_extras=True)
+    except NameError:  # names that are there for type checkers alone
+        return {}
+
+
+def with_options(part: Callable[..., Any], chosen: Mapping[str, Any]) -> Callable[..., Any]:
+    """The part with options changed; of a class its object."""
+    if isinstance(part, type):
+        return part(**chosen)
+    if is_dataclass(part):
+        return cast(Any, replace)(part, **chosen)
+    return partial(part, **chosen) if chosen else part
 
 
 def describe(part: Callable[..., Any]) -> str:
@@ -195,7 +241,7 @@ def _advantage(credit: Callable[..., Any], output: Any, group: Scored, i: int) -
     rollout = group.rollouts[i]
     whose = f"completion {group.prompt.id}#{rollout.index} of {len(rollout)} tokens"
     try:
-        value_n = np.asarray(output.detach().cpu() if isinstance(output, Tensor) else output, dtype=np.float64)
+        value_n = np.asarray(_array(output), dtype=np.float64)
     except (TypeError, ValueError):
         value_n = np.zeros((0, 0))
     if value_n.ndim == 0:
@@ -219,7 +265,9 @@ def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tens
 
     An infinite one may be an overflow of any loss: the optimizer leaves such a step out.
     """
-    if not isinstance(value_M, Tensor) or value_M.shape != logp_M.shape:
+    import torch
+
+    if not isinstance(value_M, torch.Tensor) or value_M.shape != logp_M.shape:
         expected = f"expected a tensor of shape {tuple(logp_M.shape)}, a number for each token"
         hint = ": is there a return?" if value_M is None else ""
         raise refused(kind, f"{label(kind, part)} gave {_described(value_M)}, {expected}{hint}")
@@ -237,7 +285,7 @@ def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tens
 def checked_weights(part: Callable[..., Any], output: Any, completions: int) -> np.ndarray:
     """What weights gave: a finite number for each completion, float64 (R,)."""
     try:
-        weight_R = np.asarray(output.detach().cpu() if isinstance(output, Tensor) else output, dtype=np.float64)
+        weight_R = np.asarray(_array(output), dtype=np.float64)
     except (TypeError, ValueError):
         weight_R = np.zeros((0, 0))
     if weight_R.shape != (completions,) or output is None:
@@ -258,11 +306,16 @@ def checked_verdict(part: Callable[..., Any], verdict: Any) -> bool:
     return bool(verdict)
 
 
+def _array(output: Any) -> Any:
+    """Numbers as numpy can read them: a tensor's are on the host and without a gradient."""
+    return output.detach().cpu() if hasattr(output, "detach") else output
+
+
 def _described(value: Any) -> str:
     if value is None:
         return "None"
-    if isinstance(value, (Tensor, np.ndarray)):
-        return f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {tuple(value.shape)}"
+    if hasattr(value, "shape"):
+        return f"{'an array' if isinstance(value, np.ndarray) else 'a tensor'} of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{type(value).__name__} {str(value)[:60]}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +19,9 @@ from torch.nn.functional import logsigmoid
 
 from groupwise.algorithms import diagnostics
 from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.registry import Algorithm, describe, options, resolve
+from groupwise.algorithms.parts import describe, options, with_options
+from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import DATASET, GroupSettings, is_online
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
@@ -335,7 +336,7 @@ def _advantage_rows(example: Example) -> list[str]:
     known = options(example.algorithm.credit)
     alone = example.algorithm.advantages([example.group])[0]
     if known.get("ddof") == 1 and all(map(np.allclose, alone, example.advantages)):  # otherwise they are those of a whole rollout
-        other = partial(example.algorithm.credit, ddof=0, eps=0.0)
+        other = with_options(example.algorithm.credit, {"ddof": 0, "eps": 0.0})
         rows.append(_row("with ddof 0, eps 0", shown(other([example.group])[0])))
     if any(np.ptp(a) > 0 for a in example.advantages):
         rows.append("  (.. = the first token's; those of later tokens differ and stand below)")

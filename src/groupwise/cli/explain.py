@@ -31,12 +31,12 @@ def run(options: argparse.Namespace) -> int:
     if options.run_folder is None and options.step is not None:
         raise ConfigError("--step is one of a run: groupwise explain RUN --step N")
     if options.preset is not None:
-        from groupwise.config.settings import ONLINE
+        from groupwise.algorithms.table import ALGORITHMS
         from groupwise.utils.spelling import closest
 
-        if options.preset not in ONLINE and ":" not in options.preset:  # refused before torch is imported
-            near = closest(options.preset, ONLINE)
-            raise ConfigError(f"there is no online algorithm {options.preset!r}{near}; there are {', '.join(ONLINE)}")
+        if options.preset not in ALGORITHMS and ":" not in options.preset:  # refused before torch is imported
+            near = closest(options.preset, ALGORITHMS)
+            raise ConfigError(f"there is no online algorithm {options.preset!r}{near}; there are {', '.join(ALGORITHMS)}")
     from groupwise.api.explain import render, work, work_of_run
 
     rewards, lengths, preset, mu, beta, lr = options.rewards, options.lengths, options.preset, options.mu, options.beta, options.lr

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+from groupwise.algorithms.table import ALGORITHMS
 
 Positive = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
@@ -27,107 +29,16 @@ Part = str | Mapping[str, Any]
 """A function by name, or a mapping with `name` and its keyword arguments: `{name: clipped, low: 0.2, high: 0.28}`.
 `file.py:function` or `module:function` names one of your own."""
 
-ONLINE = (
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "bnpo",
-    "gspo",
-    "luspo",
-    "cispo",
-    "sapo",
-    "vespo",
-    "gmpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce",
-    "reinforce_pp_baseline",
-    "maxrl",
-    "gspo_token",
-    "gdpo",
-    "ppo",
-    "distill",
-    "distill_sampled",
-    "minillm",
-)
-"""Objectives that sample their own completions: the rows of `algorithms.registry.ALGORITHMS` (a test compares them)."""
-ALONE = ("reinforce_pp", "reinforce", "ppo", "distill", "distill_sampled", "minillm")
-"""Those of them whose advantages compare no siblings: one completion per prompt is enough (a test asks the table)."""
-VALUED = ("ppo",)
-"""Those whose credit asks a critic (a test asks the table); `group.credit: gae` makes one of any."""
-TAUGHT = ("distill", "distill_sampled", "minillm")
-"""Those that learn from a teacher and need no reward (a test asks the table)."""
 DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
-OBJECTIVES = DATASET + ONLINE
+OBJECTIVES = (*DATASET, *ALGORITHMS)
 
 
 def is_online(objective: str) -> bool:
     """True for objectives that sample their own completions; a `module:NAME` of one's own is such a one."""
-    return objective in ONLINE or ":" in objective
+    return objective in ALGORITHMS or ":" in objective
 
 
-PARTS = {
-    "credit": (
-        "standardized",
-        "centered",
-        "leave_one_out",
-        "decoupled",
-        "whitened",
-        "process",
-        "gae",
-        "reverse_kl",
-        "nothing",
-        "maxrl",
-        "batch_centered",
-    ),
-    "ratio": ("token", "sequence_mean", "sequence_sum", "sequence_token"),
-    "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce", "importance", "silent"),
-    "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
-    "divergence": ("jsd",),
-    "filter": (),
-}
-"""Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
-MaybeFraction = Optional[Fraction]  # noqa: UP045 - `|` of annotated types is for type checkers no value
-MaybePositive = Optional[Positive]  # noqa: UP045
-MaybeAboveOne = Optional[Annotated[float, Gt(1.0)]]  # noqa: UP045
-PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "standardized": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)], "scale": Literal["group", "batch", "none"]},
-    "leave_one_out": {"scale": Literal["none", "batch"], "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
-    "decoupled": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
-    "whitened": {"baseline": bool, "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
-    "process": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
-    "gae": {
-        "kl": Literal["k1", "k3"],
-        "gamma": Fraction,
-        "lam": Fraction,
-        "value_lam": MaybeFraction,
-        "whiten": bool,
-        "ddof": Literal[0, 1],
-        "eps": Annotated[float, Ge(0.0)],
-    },
-    "reverse_kl": {"gamma": Fraction, "own": bool, "normalize": bool},
-    "clipped": {
-        "low": Annotated[float, Ge(0.0), Lt(1.0)],
-        "high": Annotated[float, Ge(0.0)],
-        "delta": MaybeAboveOne,
-        "dual": MaybeAboveOne,
-    },
-    "cispo": {"cap": Annotated[float, Gt(1.0)]},
-    "sapo": {"tau_pos": Annotated[float, Gt(0.0)], "tau_neg": Annotated[float, Gt(0.0)]},
-    "vespo": {
-        "k_pos": Annotated[float, Ge(0.0)],
-        "lam_pos": Annotated[float, Gt(0.0)],
-        "k_neg": Annotated[float, Ge(0.0)],
-        "lam_neg": Annotated[float, Gt(0.0)],
-    },
-    "geometric": {"clip": Annotated[float, Gt(0.0)]},
-    "importance": {"drop": Annotated[float, Gt(0.0), Le(1.0)]},
-    "constant": {"length": Annotated[int, Gt(0)]},
-    "jsd": {"beta": Fraction, "top_k": MaybePositive},
-}
-"""What these functions take, beside what other settings give them, so that a value out of range stands in the one list of mistakes;
-a part that is not here takes nothing."""
 REWARDS = (
     "accuracy",
     "exact",

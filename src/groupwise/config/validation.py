@@ -10,29 +10,27 @@ import os
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import TypeAdapter, ValidationError
-
+from groupwise.algorithms.divergences import Jsd
+from groupwise.algorithms.resolve import adapted, conflicts, part_problems
+from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.config.engines import ENGINES, engine_traits
 from groupwise.config.live_objects import LIVE
 from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
 from groupwise.config.schema import show
 from groupwise.config.settings import (
-    ALONE,
     DATA_SUFFIXES,
     DATASET,
     OBJECTIVES,
-    PART_OPTIONS,
-    PARTS,
     REWARDS,
     TASKS,
-    TAUGHT,
-    VALUED,
     CriticSettings,
     EngineSettings,
+    GroupSettings,
     Part,
     Recipe,
     TeacherSettings,
@@ -47,18 +45,6 @@ Finding = tuple[tuple[str, ...], str]
 
 STAGE = "stage:"
 """Prefix of a path that means the final model of an earlier stage."""
-
-COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled", "maxrl")
-"""Credits that need at least two completions per prompt."""
-
-REWARDLESS = ("reverse_kl", "nothing")
-"""Credits that never look at a reward (a test asks the table)."""
-
-MIXED = ("minillm",)
-"""Presets whose completions a teacher helps to sample (a test asks the table)."""
-
-DIVERGING = ("distill", "minillm")
-"""Presets that read a teacher's whole distributions (a test asks the table)."""
 
 PAIRED = ("reward", "dpo")
 """Objectives that learn from pairs, which an earlier stage can have sampled."""
@@ -323,10 +309,7 @@ def _scored(recipe: Recipe) -> bool:
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    credit = _named(recipe.group.credit)
-    unknown = ":" in recipe.objective or ":" in (credit or "")
-    needed = recipe.objective not in TAUGHT if credit is None else credit not in REWARDLESS
-    if is_online(recipe.objective) and needed and not unknown and not _scored(recipe):
+    if is_online(recipe.objective) and not _own(recipe) and _algorithm(recipe).needs_reward and not _scored(recipe):
         yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
@@ -430,7 +413,7 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield (f"{at}.past",), f"{at}.past is about conversations, and neither {at}.tools nor {at}.factory is set"
     if given.talks and (recipe.data.task is not None or recipe.data.template is not None) and not recipe.data.chat:
         yield ("data.chat", "data.task", "data.template", at), f"{at}: conversations are chat messages: set data.chat: true"
-    if (given.talks and recipe.objective in MIXED and recipe.group.mix is None) or (given.talks and recipe.group.mix):
+    if given.talks and _algorithm(recipe).mix:
         yield (at, "group.mix"), f"{at}: a teacher that helps to sample holds no conversations: set group.mix: 0"
     names = [reward.function for reward in recipe.rewards]
     if "environment" in names and not (given.factory or given.openenv or given.asks):
@@ -440,23 +423,15 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 
 def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     group = recipe.group
-    for place, names in PARTS.items():
-        part: Part | None = getattr(group, place)
-        if part is not None and (wrong := _wrong_part(part, names)):
-            yield (f"group.{place}",), f"group.{place}: {wrong}"
-        elif isinstance(part, Mapping):
-            yield from _wrong_options(place, part, names)
+    for kind in PARTS:
+        yield from _wrong_part(kind, recipe)
     if not is_online(recipe.objective):
         return
     if group.minibatches > group.prompts_per_step:
         message = f"group.minibatches ({group.minibatches}) is more than group.prompts_per_step ({group.prompts_per_step})"
         yield ("group.minibatches", "group.prompts_per_step"), f"{message}: a minibatch holds at least one prompt"
-    credit = _named(group.credit)
-    compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective not in ALONE
-    if group.group_size < 2 and compares and ":" not in recipe.objective:
-        why = f"for {recipe.objective!r} (its advantages compare siblings)"
-        message = f"group.group_size must be at least 2 {why}, got {group.group_size}"
-        yield ("group.group_size",), message
+    if not _own(recipe):
+        yield from conflicts(_algorithm(recipe), ALGORITHMS.get(recipe.objective, PLAIN), _known(recipe))
     # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table); a row of the user's may have one.
     without = not group.beta and (group.beta is not None or ":" not in recipe.objective)
     if without and group.reference_refresh:
@@ -473,13 +448,14 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 
 
 def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    critic, given = recipe.critic, recipe.group.credit
-    credit = _named(given)
-    by_name = recipe.objective in VALUED or ":" in recipe.objective
-    valued = is_online(recipe.objective) and (by_name if credit is None else credit == "gae" or ":" in credit)
+    critic = recipe.critic
+    valued = is_online(recipe.objective) and (_own(recipe) or _algorithm(recipe).needs_value)
     if not valued:
         if critic != CriticSettings():
-            yield ("critic",), f"critic is for credits that ask one: objective {', '.join(VALUED)}, or group.credit: gae"
+            yield (
+                ("critic",),
+                f"critic is for credits that ask one: objective {_names(lambda row: row.needs_value)}, or group.credit: gae",
+            )
         return
     if critic.path is not None and (wrong := wrong_model(critic.path, earlier)):
         yield ("critic.path",), f"critic.path: {wrong}"
@@ -504,19 +480,20 @@ def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         return
     if group.entropy_bonus <= 0.0:
         yield ("group.entropy_bonus", "group.entropy_target"), "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02"
-    if group.mix or (group.mix is None and recipe.objective in MIXED):
+    if _algorithm(recipe).mix:
         message = "group.entropy_target reads the policy's entropy off its samples; here a teacher helps to sample (group.mix)"
         yield ("group.entropy_target", "group.mix"), message
 
 
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    teacher, group = recipe.teacher, recipe.group
-    credit = _named(group.credit)
-    own = ":" in recipe.objective or ":" in (credit or "")
-    named = recipe.objective in TAUGHT or group.divergence is not None or credit == "reverse_kl" or bool(group.mix)
-    if not is_online(recipe.objective) or not (own or named):
+    teacher = recipe.teacher
+    own = _own(recipe)
+    if not is_online(recipe.objective) or not (own or _algorithm(recipe).needs_teacher):
         if teacher != TeacherSettings():
-            yield ("teacher",), f"teacher is for those that learn from one: {', '.join(TAUGHT)}, or group.divergence"
+            yield (
+                ("teacher",),
+                f"teacher is for those that learn from one: {_names(lambda row: row.needs_teacher)}, or group.divergence",
+            )
         return
     if teacher.path is not None and (wrong := wrong_model(teacher.path, earlier)):
         yield ("teacher.path",), f"teacher.path: {wrong}"
@@ -544,15 +521,15 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 
 def _served(recipe: Recipe) -> Iterator[Finding]:
     """A teacher on servers, which say the log-probs of given tokens by their raw logits, and nothing else."""
-    teacher, rollout, group = recipe.teacher, recipe.rollout, recipe.group
+    teacher, rollout = recipe.teacher, recipe.rollout
     if not teacher.servers:
         return
     yield from _addresses("teacher.servers", teacher.servers)
     if teacher.path is not None or teacher.ema:
         message = "teacher.servers is instead of a checkpoint (teacher.path) or the policy itself (teacher.ema): name one of them"
         yield ("teacher.servers", "teacher.path", "teacher.ema"), message
-    mixed = group.mix or (group.mix is None and recipe.objective in MIXED)
-    if group.divergence is not None or mixed or recipe.objective in DIVERGING:
+    algorithm = _algorithm(recipe)
+    if algorithm.divergence is not None or algorithm.mix:
         message = (
             "teacher.servers tell the log-probs of tokens that were drawn, not whole distributions: take objective "
             "distill_sampled, or a checkpoint (teacher.path)"
@@ -579,7 +556,7 @@ def _addresses(at: str, servers: Sequence[str]) -> Iterator[Finding]:
 
 def _mixing(recipe: Recipe) -> Iterator[Finding]:
     rollout = recipe.rollout
-    if not (recipe.group.mix or (recipe.group.mix is None and recipe.objective in MIXED)):
+    if not _algorithm(recipe).mix:
         return
     if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
         message = (
@@ -616,48 +593,51 @@ def _wrong_choice(name: str, names: Sequence[str]) -> str | None:
     return f"must be one of {', '.join(names)}, or module:NAME; got {name!r}{closest(name, names)}"
 
 
-def _named(part: Part | None) -> str | None:
-    """The function that a part of the loss names, if it is named as it should be (`_wrong_part` says it if not)."""
-    name = part.get("name") if isinstance(part, Mapping) else part
-    return name if isinstance(name, str) else None
+PLAIN = ALGORITHMS["grpo"]
+"""Stands for a row of somebody's own, of which only the parts that the recipe replaces are known."""
 
 
-def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
-    name = part.get("name", "") if isinstance(part, Mapping) else part
-    if not isinstance(name, str):
-        return f"`name` is that of a function, got {show(name)}"
-    if isinstance(part, Mapping) and "name" not in part:  # of the preset's own function, which torch is needed to know
-        return None if part and names else "a mapping needs `name`, e.g. {name: " + (names[0] if names else "module:function") + "}"
-    if name in names:
-        return None
-    if ":" in name:
-        return _wrong_name(name)
-    others = [f"group.{place}" for place, known in PARTS.items() if name in known]
-    hint = f" (which is one of {' and '.join(others)})" if others else closest(name, names)
-    known = f"one of {', '.join(names)} or module:function" if names else "module:function"
-    return f"must be {known}; got {name!r}{hint}"
+def _algorithm(recipe: Recipe) -> Algorithm:
+    """The recipe's algorithm as far as it is known without anybody's code."""
+    return adapted(ALGORITHMS.get(recipe.objective, PLAIN), _known(recipe), recipe.rollout.max_new_tokens)
 
 
-def _wrong_options(place: str, part: Mapping[str, Any], names: Sequence[str]) -> Iterator[Finding]:
-    """What is wrong with the keywords of a part; those of functions that are not ours are looked at when they are imported."""
-    name = _named(part)
-    if name is None or name not in names:
-        return
-    known = PART_OPTIONS.get(name, {})
-    for key, value in part.items():
-        at = f"group.{place}.{key}"
-        if key == "name":
-            continue
-        if key == "beta" and place == "credit":
-            yield (at, f"group.{place}"), f"group.{place}: beta is a setting of its own, group.beta; got {value!r} here"
-        elif key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            yield (at, f"group.{place}"), f"{at}: {name} has no such keyword ({takes}){closest(key, list(known))}"
-        else:
-            try:
-                TypeAdapter(known[key]).validate_python(value)
-            except ValidationError as error:
-                yield (at, f"group.{place}"), f"{at}: {error.errors()[0]['msg'].lower()}, got {value!r}"
+def _known(recipe: Recipe) -> GroupSettings:
+    """`group` without the parts that are wrong, or somebody's own: the row's stand in their place."""
+    unknown = [kind for kind in PARTS if _named(recipe, kind) or any(True for _ in _wrong_part(kind, recipe))]
+    return replace(recipe.group, **dict.fromkeys(unknown))
+
+
+def _own(recipe: Recipe) -> bool:
+    """True if the credit, which decides what is read, is somebody's own."""
+    return _named(recipe, "credit") is not None or (":" in recipe.objective and recipe.group.credit is None)
+
+
+def _named(recipe: Recipe, kind: str) -> str | None:
+    """The name of a part that is somebody's own."""
+    name = _name(getattr(recipe.group, kind))
+    return name if isinstance(name, str) and ":" in name else None
+
+
+def _name(part: Part | None) -> Any:
+    return part.get("name") if isinstance(part, Mapping) else part
+
+
+def _names(has: Callable[[Algorithm], bool]) -> str:
+    return ", ".join(name for name, row in ALGORITHMS.items() if has(row))
+
+
+def _wrong_part(kind: str, recipe: Recipe) -> Iterator[Finding]:
+    """What is wrong with a part; the options of one that is somebody's own are looked at when it is imported."""
+    part = getattr(recipe.group, kind)
+    if own := _named(recipe, kind):
+        if wrong := _wrong_name(own):
+            yield (f"group.{kind}",), f"group.{kind}: {wrong}"
+    elif part is not None and (":" not in recipe.objective or _name(part) is not None or not part):
+        row = ALGORITHMS.get(recipe.objective, PLAIN)
+        preset = getattr(row, kind, None) or (Jsd() if kind == "divergence" else None)
+        for key, message in part_problems(kind, part, preset, {"beta": None} if kind == "credit" else None):
+            yield (key, f"group.{kind}"), message
 
 
 def _parallel(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:

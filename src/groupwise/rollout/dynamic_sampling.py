@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
-from groupwise.algorithms.registry import Algorithm
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.records import Prompt, Rollout, Sampling, Scored

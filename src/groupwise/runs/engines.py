@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from groupwise.algorithms.registry import Algorithm, corrected
+from groupwise.algorithms.resolve import corrected
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.engines import engine_traits
 from groupwise.config.settings import RolloutSettings
 from groupwise.data.prompts import visit

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.registry import Algorithm
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import Recipe, positions_of
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.load import Data

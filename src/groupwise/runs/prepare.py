@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from groupwise.algorithms.registry import Algorithm, describe, resolve
+from groupwise.algorithms.parts import describe
+from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.engines import engine_traits
 from groupwise.config.recipes import demand_values
 from groupwise.config.settings import (
@@ -409,7 +411,7 @@ def _check_credit(algorithm: Algorithm, rewards: Rewards, source: Source | None)
 def algorithm_line(algorithm: Algorithm) -> str:
     """An algorithm as its four parts."""
     parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
-    kl = f", KL {algorithm.kl.__name__} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    kl = f", KL {describe(algorithm.kl)} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
     kl += "; a critic" if algorithm.needs_value else ""
     kl += f"; {describe(algorithm.divergence)} from a teacher" if algorithm.divergence is not None else ""
     kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""

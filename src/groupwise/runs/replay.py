@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.registry import Algorithm, resolve
+from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.config.validation import STAGE

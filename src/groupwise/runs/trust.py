@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from groupwise.algorithms.table import PARTS
 from groupwise.config.live_objects import LIVE
-from groupwise.config.settings import PARTS, Recipe
+from groupwise.config.settings import Recipe
 from groupwise.errors import ConfigError, RunError
 from groupwise.rewards.registry import BUILTINS, MAKERS
 from groupwise.runs.folder import CONFIG, LARGEST_CONFIG
@@ -68,7 +69,7 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Dotted keys of a recipe that name code of somebody's own or a program, and what they name."""
     environment, group = recipe.environment, recipe.group
     factories = environment.factory if isinstance(environment.factory, Mapping) else {"": environment.factory}
-    parts = {f"group.{part}": getattr(group, part) for part in (*PARTS, "filter")}
+    parts = {f"group.{part}": getattr(group, part) for part in PARTS}
     texts: dict[str, object] = {
         "objective": recipe.objective,
         "data.task": recipe.data.task,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from groupwise.algorithms.losses import bradley_terry
+from groupwise.algorithms.pair_losses import bradley_terry
 from groupwise.data.pairs import Pair
 from groupwise.models.policy import Policy
 from groupwise.utils.statistics import Estimate, proportion

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from groupwise.algorithms.registry import Algorithm
+from groupwise.algorithms.table import Algorithm
 from groupwise.data.packing import pack, unpack
 from groupwise.errors import DataError
 from groupwise.records import Sample

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from groupwise.algorithms.losses import clipped_value
-from groupwise.algorithms.registry import Algorithm
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Scored

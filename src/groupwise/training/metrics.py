@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms import diagnostics
-from groupwise.algorithms.kl_estimators import k1
-from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep
-from groupwise.algorithms.registry import Algorithm, options
+from groupwise.algorithms.kl_estimators import K1
+from groupwise.algorithms.losses import Correction, Terms, off_policy_keep
+from groupwise.algorithms.table import Algorithm
 from groupwise.records import Finish, Sample, Scored
 from groupwise.training.samples import joined
 from groupwise.training.updating import Update, balance
@@ -237,7 +237,7 @@ def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
         return {}
     terms = terms_of(seen, algorithm)
     assert terms.reference_logp_M is not None
-    estimator = k1 if algorithm.kl_place == "reward" else algorithm.kl
+    estimator = K1() if algorithm.kl_place == "reward" else algorithm.kl
     kl_N = estimator(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M)
     return diagnostics.reference_kl(kl_N, terms.logp_M, terms.reference_logp_M)
 
@@ -357,8 +357,8 @@ def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[tuple[str, int], 
     )
     metrics = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
     if algorithm.correction is not None and logp_N.numel():
-        level = options(algorithm.correction)["level"]
-        full_N = mismatch(logp_N, sampler_N, segment_N, len(seen), level=level, high=math.inf).weight_M
+        unbounded = Correction(level=algorithm.correction.level, high=math.inf)
+        full_N = unbounded(logp_N, sampler_N, segment_N, len(seen)).weight_M
         used_N = algorithm.correction(logp_N, sampler_N, segment_N, len(seen)).weight_M
         metrics["mismatch/bounded"] = float((used_N != full_N).double().mean())
     return metrics

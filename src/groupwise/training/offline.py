@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
-from groupwise.algorithms.loss_weights import token_mean
+from groupwise.algorithms.loss_weights import TokenMean
 from groupwise.data.demonstrations import Demonstration
 from groupwise.distributed import comm
 from groupwise.models.policy import Policy
@@ -123,7 +123,7 @@ def whole_text(row: Demonstration) -> Demonstration:
 def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
     """Demonstrations as samples: every completion token of the step weighs the same (`token_mean`), EOS included."""
     tokens_R = np.array([row.completion.size for row in rows], dtype=np.int64)
-    weight_R = token_mean(tokens_R, np.arange(len(rows)))
+    weight_R = TokenMean()(tokens_R, np.arange(len(rows)))
     return [
         Sample(
             group=f"{row.id}#{i}",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.losses import Mismatch, Terms, forking
-from groupwise.algorithms.registry import Algorithm
+from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.errors import RewardError

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from groupwise.algorithms import losses
+from groupwise.algorithms import pair_losses
+from groupwise.algorithms.losses import segment_mean, segment_sum
 from groupwise.config.settings import PairSettings, RewardModelSettings
 from groupwise.data.pairs import Pair
 from groupwise.data.step_labels import Solution
@@ -74,9 +75,9 @@ def reward_loss(policy: Policy, batch: Batch, *, centering: float, lm: bool) -> 
     outputs = policy.forward(batch)
     hidden_MD = outputs.hidden_PD[rows_M]
     score_M = head_scores(policy, hidden_MD)
-    score_S = losses.segment_sum(batch.extra_P["pool"][rows_M] * score_M, batch.segment_P[rows_M], batch.layout.segments)
+    score_S = segment_sum(batch.extra_P["pool"][rows_M] * score_M, batch.segment_P[rows_M], batch.layout.segments)
     chosen, rejected, end_R = _pairs_of(batch)
-    loss_R = losses.bradley_terry(score_S[chosen], score_S[rejected], batch.extra_P["margin"][end_R], centering=centering)
+    loss_R = pair_losses.bradley_terry(score_S[chosen], score_S[rejected], batch.extra_P["margin"][end_R], centering=centering)
     value = (batch.weight_P[end_R] * loss_R).sum() + outputs.router_loss
     if lm:
         lm_M = batch.extra_P["lm"][rows_M]
@@ -151,7 +152,7 @@ def dpo_loss(policy: Policy, batch: Batch, *, settings: PairSettings) -> tuple[T
     """The pairs' weighted loss, and the log-prob of every token (M,)."""
     assert batch.reference_logp_P is not None
     segment_M, segments = batch.segment_P[batch.trained_M], batch.layout.segments
-    formula, pool = (losses.ipo, losses.segment_mean) if settings.loss == "ipo" else (losses.dpo, losses.segment_sum)
+    formula, pool = (pair_losses.ipo, segment_mean) if settings.loss == "ipo" else (pair_losses.dpo, segment_sum)
     reference_S = pool(batch.reference_logp_P[batch.trained_M], segment_M, segments)
     chosen, rejected, end_R = _pairs_of(batch)
 

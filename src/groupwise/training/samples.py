@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from groupwise.algorithms.advantages import Advantages, is_dead
-from groupwise.algorithms.registry import Algorithm
+from groupwise.algorithms.table import Algorithm
 from groupwise.records import Finish, Rollout, Sample, Scored
 
 TRAVELLING = ("scored_logp", "value", "return")

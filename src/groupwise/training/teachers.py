@@ -20,7 +20,7 @@ from torch import Tensor
 
 from groupwise.algorithms.losses import guarded_exp
 from groupwise.algorithms.parts import called
-from groupwise.algorithms.registry import Algorithm
+from groupwise.algorithms.table import Algorithm
 from groupwise.data.demonstrations import Demonstration
 from groupwise.data.packing import pack
 from groupwise.distributed import comm

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.config.settings import ONLINE, PART_OPTIONS, PARTS, TAUGHT, VALUED
+from groupwise.algorithms.parts import Part, parameters
+from groupwise.algorithms.table import ALGORITHMS, PARTS
 from groupwise.errors import DataError
 
 KEPT = 4
@@ -45,20 +46,28 @@ SINGLE = {
     "group.truncated": ("keep", "mask"),
 }
 """Keys with one value, and the words that it may be; all of them may be a number."""
-CHANGED_PARTS = ("credit", "ratio", "surrogate", "weights")
-OBJECTIVES = tuple(name for name in ONLINE if name not in (*VALUED, *TAUGHT))
+OBJECTIVES = tuple(name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher))
 """Objectives that can be replayed without a model: those with a critic or a teacher are not among them."""
+
+
+def _replayable(part: type[Part]) -> bool:
+    """True if a part learns from rewards by log-probs that were recorded, and reads no critic and no teacher."""
+    return part.needs_reward and part.reads_logp and not {"value", "teacher_logp"} & set(part.reads)
+
+
+CHANGED = {
+    kind: {name: sorted(parameters(part).keys() - {"beta"}) for name, part in PARTS[kind].items() if _replayable(part)}
+    for kind in ("credit", "ratio", "surrogate", "weights")
+}
+"""By kind and name of a part: its options."""
 
 Json = dict[str, Any]
 
 
 def offered() -> Json:
     """What the application offers to change."""
-    parts = {
-        part: [name for name in PARTS[part] if name not in ("gae", "reverse_kl", "nothing", "silent")] for part in CHANGED_PARTS
-    }
-    options = {name: sorted(PART_OPTIONS.get(name, ())) for names in parts.values() for name in names}
-    return {"objectives": list(OBJECTIVES), "parts": parts, "options": options}
+    options = {name: own for parts in CHANGED.values() for name, own in parts.items()}
+    return {"objectives": list(OBJECTIVES), "parts": {kind: list(parts) for kind, parts in CHANGED.items()}, "options": options}
 
 
 def own_code(config: Mapping[str, Any]) -> str | None:
@@ -90,11 +99,11 @@ def _allowed(key: str, value: str) -> bool:
     if key in SINGLE:
         return value in SINGLE[key] or NUMBER.fullmatch(value) is not None
     part = key.removeprefix("group.").partition(".")
-    if not key.startswith("group.") or part[0] not in CHANGED_PARTS:
+    if not key.startswith("group.") or part[0] not in CHANGED:
         return False
     if part[2] in ("", "name"):
-        return value in PARTS[part[0]]
-    known = {option for name in PARTS[part[0]] for option in PART_OPTIONS.get(name, ())}
+        return value in CHANGED[part[0]]
+    known = {option for options in CHANGED[part[0]].values() for option in options}
     return part[2] in known and (NUMBER.fullmatch(value) is not None or value in ("true", "false", "group", "batch", "none"))
 
 

@@ -10,13 +10,12 @@ from functools import partial
 import pytest
 import torch
 
-from groupwise.algorithms import advantages, kl_estimators, loss_weights, losses, registry
+from groupwise.algorithms import advantages, kl_estimators, loss_weights, losses, table
 from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.parts import fact
-from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
-from groupwise.config import settings
+from groupwise.algorithms.parts import describe, fact, options
+from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.config.settings import GroupSettings
-from groupwise.config.validation import COMPARES_SIBLINGS, DIVERGING, MIXED, REWARDLESS
 from groupwise.errors import ConfigError
 
 
@@ -72,25 +71,32 @@ def test_each_preset_has_the_parts_its_paper_names(name):
     assert row.equation
 
 
-def test_the_table_holds_what_the_settings_promise():
-    assert tuple(ALGORITHMS) == settings.ONLINE
+def test_every_row_has_its_case():
     assert set(PAPER) == set(ALGORITHMS)
-    for kind, names in settings.PARTS.items():
-        assert tuple(PARTS[kind]) == names
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_of_ours_is_a_frozen_dataclass_by_its_name(kind):
+    for name, part in PARTS[kind].items():
+        assert (name, hash(part()) == hash(part()), part() == part()) == (part.name, True, True)
+        assert (part.__doc__ or "").strip()
 
 
 def test_dapo_resamples_dead_groups_and_masks_truncated_completions():
     assert [name for name, row in ALGORITHMS.items() if row.dead_groups == "refill"] == ["dapo"]
     assert [name for name, row in ALGORITHMS.items() if row.truncated == "mask"] == ["dapo"]
     assert {name for name, row in ALGORITHMS.items() if row.kl_place == "reward"} == {"rloo", "reinforce_pp", "ppo"}
-    assert tuple(name for name, row in ALGORITHMS.items() if row.needs_value) == settings.VALUED
-    assert tuple(name for name, row in ALGORITHMS.items() if row.needs_teacher) == settings.TAUGHT
-    assert tuple(name for name, row in ALGORITHMS.items() if not row.needs_reward) == settings.TAUGHT
-    assert tuple(name for name, row in ALGORITHMS.items() if row.mix) == MIXED
-    assert tuple(name for name, row in ALGORITHMS.items() if row.divergence is not None) == DIVERGING
+    taught = {"distill", "distill_sampled", "minillm"}
+    assert {name for name, row in ALGORITHMS.items() if row.needs_value} == {"ppo"}
+    assert {name for name, row in ALGORITHMS.items() if row.needs_teacher} == taught
+    assert {name for name, row in ALGORITHMS.items() if not row.needs_reward} == taught
+    assert {name for name, row in ALGORITHMS.items() if row.mix} == {"minillm"}
+    assert {name for name, row in ALGORITHMS.items() if row.divergence is not None} == {"distill", "minillm"}
     credits = PARTS["credit"].items()
-    assert tuple(name for name, part in credits if not fact(part, "needs_reward")) == REWARDLESS
-    assert {name for name, part in credits if fact(part, "compares_siblings")} == set(COMPARES_SIBLINGS)
+    assert {name for name, part in credits if not part.needs_reward} == {"reverse_kl", "nothing"}
+    compares = {name for name, part in credits if fact(part(), "compares_siblings")}
+    assert compares == {"standardized", "centered", "leave_one_out", "decoupled", "maxrl"}
+    assert fact(advantages.Whitened(baseline=True), "compares_siblings")
 
 
 def test_token_level_is_what_a_fused_head_may_use():
@@ -160,7 +166,7 @@ def test_extras_multiply_the_surrogate_and_never_the_kl():
     mismatch = losses.token_mismatch(torch.linspace(0.0, 2.0, 8, dtype=torch.float64), terms.segment_M, 3)
     terms = replace(terms, mismatch=mismatch)
     row = replace(ALGORITHMS["grpo"], beta=0.1, off_policy_delta=0.1, entropy_quantile=0.5)
-    policy_M, kl_M = losses.clipped(terms), kl_estimators.k3(terms.logp_M, terms.reference_logp_M, terms.log_ratio_M)
+    policy_M, kl_M = losses.Clipped()(terms), kl_estimators.K3()(terms.logp_M, terms.reference_logp_M, terms.log_ratio_M)
     keep_M, high_M = losses.off_policy_keep(terms, delta=0.1), terms.entropy_M >= 0.5
     assert keep_M.any()
     assert not keep_M.all()
@@ -178,10 +184,10 @@ def test_vespo_takes_the_mismatch_into_its_own_weight():
     torch.testing.assert_close(folded, direct)
 
 
-@pytest.mark.parametrize("ratio", PARTS["ratio"].values())
+@pytest.mark.parametrize("ratio", [part() for part in PARTS["ratio"].values()])
 def test_p29_the_kl_is_weighted_by_the_tokens_ratio_at_every_level(ratio):
     terms = terms_of()
-    row = replace(ALGORITHMS["gspo"], ratio=ratio, kl=kl_estimators.k3_ratio)
+    row = replace(ALGORITHMS["gspo"], ratio=ratio, kl=kl_estimators.K3Ratio())
     kl_M = replace(row, beta=0.3).loss(terms) - row.loss(terms)
     gap_M = terms.reference_logp_M - terms.logp_M
     token_ratio_M = (terms.logp_M - terms.behavior_logp_M).exp()
@@ -208,7 +214,7 @@ def test_p26_every_preset_stays_finite_with_a_gap_of_100_nats():
                 segments=3,
                 reference_logp_M=torch.tensor([-50.0, -100.1, -0.1, -1.0], dtype=dtype),
             )
-            for kl in PARTS["kl"].values():
+            for kl in (part() for part in PARTS["kl"].values()):
                 loss = replace(row, beta=0.04, kl=kl, kl_place="loss").loss(terms).sum()
                 (gradient,) = torch.autograd.grad(loss, logp_M)
                 assert torch.isfinite(loss), (row.name, kl)
@@ -253,7 +259,7 @@ def test_a_recipe_names_a_function_of_ones_own(monkeypatch):
     for wrong, message in (
         ("my_losses:square", "my_losses has no 'square'"),
         ("no_such_module:f", "cannot import"),
-        ({"name": "my_losses:squared_trust", "widht": 1}, "did you mean 'width'"),
+        ({"name": "my_losses:squared_trust", "widht": 1}, "did you mean width"),
     ):
         with pytest.raises(ConfigError, match=message):
             resolve("grpo", GroupSettings(surrogate=wrong), 64)
@@ -270,9 +276,7 @@ def test_a_function_of_the_working_directory_is_found(tmp_path, monkeypatch):
 
 
 def test_no_code_compares_an_algorithms_name():
-    source = (
-        inspect.getsource(registry) + inspect.getsource(losses) + inspect.getsource(advantages) + inspect.getsource(loss_weights)
-    )
+    source = inspect.getsource(table) + inspect.getsource(losses) + inspect.getsource(advantages) + inspect.getsource(loss_weights)
     assert ".name ==" not in source
     assert "name in (" not in source
 
@@ -286,7 +290,7 @@ def test_a_preset_resolves_to_its_row(name):
     row = ALGORITHMS[name]
     assert describe(chosen.surrogate) == describe(row.surrogate)
     assert (chosen.ratio, chosen.dead_groups, chosen.truncated, chosen.beta) == (row.ratio, row.dead_groups, row.truncated, 0.0)
-    if row.weights is loss_weights.constant:
+    if isinstance(row.weights, loss_weights.Constant):
         assert options(chosen.weights) == {"length": 256}
     assert not chosen.needs_reference
     assert not chosen.needs_entropy
@@ -309,7 +313,7 @@ def test_a_recipe_replaces_single_parts():
     chosen = resolve("dapo", group, 64)
     assert describe(chosen.credit) == "standardized(ddof=0, eps=0.0, scale=group)"
     assert describe(chosen.surrogate) == "clipped(low=0.1, high=0.2, delta=2.0)"
-    assert (chosen.ratio, chosen.weights, chosen.kl) == (losses.sequence_token, loss_weights.prompt_mean, kl_estimators.k2)
+    assert (chosen.ratio, chosen.weights, chosen.kl) == (losses.SequenceTokenRatio(), loss_weights.PromptMean(), kl_estimators.K2())
     assert (chosen.dead_groups, chosen.truncated, chosen.beta) == ("drop", "mask", 0.04)
     assert chosen.needs_reference
     assert chosen.needs_entropy
@@ -372,12 +376,12 @@ def test_an_option_of_ones_own_that_is_called_clip_makes_no_clip_range():
 @pytest.mark.parametrize(
     ("objective", "group", "message"),
     [
-        ("drgrpo", {}, "did you mean 'dr_grpo'"),
-        ("grpo", {"surrogate": "cliped"}, "did you mean 'clipped'"),
+        ("drgrpo", {}, "did you mean dr_grpo"),
+        ("grpo", {"surrogate": "cliped"}, "did you mean clipped"),
         ("grpo", {"credit": "nonsense"}, "standardized, centered"),
-        ("grpo", {"surrogate": {"name": "clipped", "hihg": 0.28}}, r"low, high, delta, dual.*did you mean 'high'"),
+        ("grpo", {"surrogate": {"name": "clipped", "hihg": 0.28}}, r"low, high, delta, dual.*did you mean high"),
         ("grpo", {"ratio": {"name": "token", "low": 1}}, "takes none"),
-        ("cispo", {"surrogate": {"cap": 1.0}}, "cap of cispo: input should be greater than 1, got 1.0"),
+        ("cispo", {"surrogate": {"cap": 1.0}}, "group.surrogate.cap: input should be greater than 1, got 1.0"),
         ("cispo", {"surrogate": {"cap": 0.28}}, "greater than 1"),
         ("grpo", {"surrogate": {"low": 1.5}}, "less than 1"),
         ("grpo", {"surrogate": {"low": "much"}}, "valid number"),
@@ -385,7 +389,7 @@ def test_an_option_of_ones_own_that_is_called_clip_makes_no_clip_range():
         ("grpo", {"credit": {"ddof": 2}}, "0 or 1"),
         ("sapo", {"surrogate": {"tau_neg": 0}}, "greater than 0"),
         ("grpo", {"group_size": 1}, "group_size must be at least 2 for 'grpo'"),
-        ("rloo", {"group_size": 1}, "leave_one_out"),
+        ("rloo", {"group_size": 1}, "for 'rloo'"),
         ("reinforce_pp", {"group_size": 1, "credit": {"baseline": True}}, "compare siblings"),
         ("rloo", {"kl": "k3", "beta": 0.1}, "as k1"),
         ("ppo", {"kl": "k2", "beta": 0.1}, "as k1 or k3"),
@@ -401,7 +405,7 @@ def test_what_cannot_be_carried_out_is_refused_with_a_remedy(objective, group, m
 
 
 def test_reinforce_pp_works_with_single_completions():
-    assert resolve("reinforce_pp", GroupSettings(group_size=1), 64).credit.func is advantages.whitened
+    assert resolve("reinforce_pp", GroupSettings(group_size=1), 64).credit == advantages.Whitened()
 
 
 @pytest.mark.parametrize("surrogate", ["vespo", "geometric", "reinforce"])

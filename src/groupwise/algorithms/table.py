@@ -1,52 +1,61 @@
-"""The table of online algorithms: one row = credit x ratio level x surrogate x weight, and how a recipe changes single parts of it.
+"""The table of online algorithms: one row = credit x ratio level x surrogate x weight, and what is added to them.
 
-No code compares an algorithm's name.  Adding a loss is one pure function (`losses.py`, or your own module), one row, and its entry
-in `docs/algorithms/notes.yaml`: the settings of its paper, what other libraries do otherwise, when to choose it.
+No code compares an algorithm's name.  Adding a loss is one part (`losses.py`, or your own module), one row, and its entry in
+`docs/algorithms/notes.yaml`: the settings of its paper, what other libraries do otherwise, when to choose it.  Importing this file
+does not import torch: configuration, viewer and documentation read the table too.
 
 M trained tokens of one micro-batch, or of any part of it where `token_level` is true   R completions of the optimizer step
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
 
-from groupwise.algorithms import advantages as credit
-from groupwise.algorithms import loss_weights as weights
 from groupwise.algorithms import losses
-from groupwise.algorithms.kl_estimators import KL, k1, k2, k3, k3_ratio
-from groupwise.algorithms.losses import RatioLevel, Surrogate, Terms
-from groupwise.algorithms.parts import (
-    bare,
-    called,
-    check_inputs,
-    checked_advantages,
-    checked_loss,
-    checked_verdict,
-    checked_weights,
-    describe,
-    fact,
-    name_of,
-    options,
-    parameters,
-    refused,
-)
+from groupwise.algorithms.advantages import (
+    Advantages,
+    BatchCentered,
+    Centered,
+    Decoupled,
+    Gae,
+    LeaveOneOut,
+    Maxrl,
+    Nothing,
+    Process,
+    ReverseKl,
+    Standardized,
+    Whitened,
+    returns,
+)  # fmt: skip
+from groupwise.algorithms.divergences import Jsd
+from groupwise.algorithms.kl_estimators import K1, K2, K3, K3Ratio
+from groupwise.algorithms.loss_weights import Constant, PromptMean, SequenceMean, SequenceSum, TokenMean
+from groupwise.algorithms.losses import (
+    Cispo,
+    Clipped,
+    Geometric,
+    Importance,
+    Reinforce,
+    Sapo,
+    SequenceMeanRatio,
+    SequenceSumRatio,
+    SequenceTokenRatio,
+    Silent,
+    Terms,
+    TokenRatio,
+    Vespo,
+)  # fmt: skip
+from groupwise.algorithms.parts import Part, called, checked_advantages, checked_loss, checked_verdict, checked_weights, fact
 from groupwise.algorithms.traces import by_trace, of_agents
-from groupwise.config.settings import CorrectionSettings, GroupSettings, Part
-from groupwise.errors import ConfigError
-from groupwise.ops.distillation import Divergence, jsd
 from groupwise.records import Scored
-from groupwise.utils.imports import imported
-from groupwise.utils.spelling import nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,15 +69,15 @@ class Algorithm:
     """arXiv number; empty where there is none."""
     equation: str
     """The loss in one line, as it is computed; where the paper's differs, `docs/algorithms/notes.yaml` says how."""
-    credit: Callable[..., credit.Advantages] = credit.standardized
-    ratio: RatioLevel = losses.token
-    surrogate: Surrogate = losses.clipped
-    weights: Callable[..., Any] = weights.sequence_mean
+    credit: Callable[..., Any] = Standardized()  # noqa: RUF009 - frozen
+    ratio: Callable[..., Any] = TokenRatio()  # noqa: RUF009 - frozen
+    surrogate: Callable[..., Any] = Clipped()  # noqa: RUF009 - frozen
+    weights: Callable[..., Any] = SequenceMean()  # noqa: RUF009 - frozen
     dead_groups: Literal["exact", "drop", "refill"] = "exact"
     truncated: Literal["keep", "mask"] = "keep"
     beta: float = 0.0
     """Weight of the KL to the reference; 0: there is no reference."""
-    kl: KL = k3
+    kl: Callable[..., Any] = K3()  # noqa: RUF009 - frozen
     kl_place: Literal["loss", "reward"] = "loss"
     """In the reward it is subtracted by `credit`: k1, unless the credit knows others."""
     entropy_bonus: float = 0.0
@@ -77,7 +86,7 @@ class Algorithm:
     entropy_step: float = 0.005
     entropy_quantile: float = 0.0
     off_policy_delta: float | None = None
-    divergence: Divergence | None = None
+    divergence: Callable[..., Any] | None = None
     """Of the policy's next token from a teacher's, added to every token's loss; None: there is none."""
     importance: bool = False
     """The divergence counts by how likely the policy finds the token, over how likely it was drawn."""
@@ -85,7 +94,7 @@ class Algorithm:
     """Share of the teacher in the distribution that completions are drawn from."""
     keeps: Callable[[Scored], bool] | None = None
     """Which groups are worth training, where others can be sampled instead (`dead_groups: refill`); None: those that teach."""
-    correction: Callable[..., losses.Mismatch] | None = None
+    correction: losses.Correction | None = None
     """Importance weight for an engine that computes other probabilities than the trainer; None: what sampled is what scores."""
 
     @property
@@ -165,21 +174,21 @@ class Algorithm:
         trained = self._trained([group])[0].rollouts
         return any(a[one.trained].any() for a, one in zip(self.advantages([group])[0], trained, strict=True))
 
-    def advantages(self, groups: Sequence[Scored]) -> credit.Advantages:
+    def advantages(self, groups: Sequence[Scored]) -> Advantages:
         """Per group and completion float64 (n,): the advantages of a rollout, checked.
 
         With `truncated: mask` a completion that a limit ended has no trained token: statistics over tokens leave it out.
         Raises ConfigError for what a credit of your own gives.
         """
 
-        def judge(trained: list[Scored]) -> credit.Advantages:
+        def judge(trained: list[Scored]) -> Advantages:
             return checked_advantages(self.credit, called("credit", self.credit, trained), trained)
 
         return by_trace(judge, self._trained(groups), 0.0)
 
-    def returns(self, groups: Sequence[Scored]) -> credit.Advantages:
+    def returns(self, groups: Sequence[Scored]) -> Advantages:
         """What a value function should have said of every token (`advantages.returns`)."""
-        return by_trace(lambda trained: credit.returns(trained, self.credit), self._trained(groups), math.nan)
+        return by_trace(lambda trained: returns(trained, self.credit), self._trained(groups), math.nan)
 
     def _trained(self, groups: Sequence[Scored]) -> list[Scored]:
         return [masked(group) if self.truncated == "mask" else group for group in groups]
@@ -192,7 +201,7 @@ class Algorithm:
     def token_level(self) -> bool:
         """True if a token's loss depends on no other token: `loss` and `total` may then be called on any part of a micro-batch."""
         alone = fact(self.ratio, "per_token") and fact(self.surrogate, "per_token")
-        by_token = self.correction is None or options(self.correction)["level"] == "token"
+        by_token = self.correction is None or self.correction.level == "token"
         return alone and by_token and self.off_policy_delta is None
 
     def log_ratio(self, terms: Terms) -> Tensor:
@@ -210,12 +219,15 @@ class Algorithm:
 
         It is read off the gradient itself, so that it holds of every surrogate.
 
+        >>> import torch
         >>> now, before = torch.tensor([0.5, 0.1, 0.5]).log(), torch.tensor([0.2, 0.1, 0.2]).log()
         >>> terms = Terms(logp_M=now, behavior_logp_M=before, advantage_M=torch.tensor([1.0, 1.0, -1.0]),
         ...               segment_M=torch.arange(3), segments=3)
         >>> ALGORITHMS["grpo"].cut(terms).tolist(), ALGORITHMS["cispo"].cut(terms).tolist()
         ([True, False, False], [False, False, False])
         """
+        import torch
+
         with torch.enable_grad():
             logp_M = terms.logp_M.detach().requires_grad_()
             loss_M = self.surrogate_loss(replace(terms, logp_M=logp_M))
@@ -270,6 +282,17 @@ class Algorithm:
         return value
 
 
+def masked(group: Scored) -> Scored:
+    """The group, no token trained of completions that a limit ended."""
+    return replace(
+        group,
+        rollouts=tuple(
+            replace(rollout, trained=np.zeros(len(rollout), dtype=bool)) if rollout.truncated else rollout
+            for rollout in group.rollouts
+        ),
+    )
+
+
 _ROWS = (
     Algorithm(
         name="grpo",
@@ -282,16 +305,16 @@ _ROWS = (
         summary="GRPO without its two biases: no division by the std, none by the completion's length.",
         paper="2503.20783",
         equation="-1/(R L) sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = r_i - mean",
-        credit=credit.centered,
-        weights=weights.constant,
+        credit=Centered(),
+        weights=Constant(),
     ),
     Algorithm(
         name="dapo",
         summary="Clip higher, mean over tokens, only live groups, truncated completions masked; add the reward `soft_overlong`.",
         paper="2503.14476",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho, 1 - 0.2, 1 + 0.28) A_i),  0 < right answers < G",
-        surrogate=partial(losses.clipped, low=0.2, high=0.28),
-        weights=weights.token_mean,
+        surrogate=Clipped(low=0.2, high=0.28),
+        weights=TokenMean(),
         dead_groups="refill",
         truncated="mask",
     ),
@@ -300,63 +323,63 @@ _ROWS = (
         summary="GRPO with the mean over all tokens of the minibatch.",
         paper="",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i)",
-        weights=weights.token_mean,
+        weights=TokenMean(),
     ),
     Algorithm(
         name="gspo",
         summary="One ratio per completion, the geometric mean of its tokens', clipped far more tightly.",
         paper="2507.18071",
         equation="-1/R sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i),  s_i = exp(mean_t(l - b))",
-        ratio=losses.sequence_mean,
-        surrogate=partial(losses.clipped, low=3e-4, high=4e-4),
+        ratio=SequenceMeanRatio(),
+        surrogate=Clipped(low=3e-4, high=4e-4),
     ),
     Algorithm(
         name="luspo",
         summary="GSPO times the completion's length: long completions lose no weight.",
         paper="2602.05261",
         equation="-1/R sum_i n_i min(s_i A_i, clip(s_i, 1 - 2e-3, 1 + 2.5e-3) A_i)",
-        ratio=losses.sequence_mean,
-        surrogate=partial(losses.clipped, low=2e-3, high=2.5e-3),
-        weights=weights.sequence_sum,
+        ratio=SequenceMeanRatio(),
+        surrogate=Clipped(low=2e-3, high=2.5e-3),
+        weights=SequenceSum(),
     ),
     Algorithm(
         name="cispo",
         summary="REINFORCE with a capped importance weight: no token's gradient is clipped away.",
         paper="2506.13585",
         equation="-1/N sum_i sum_t sg[min(rho, cap)] A_i l",
-        surrogate=partial(losses.cispo, cap=5.0),
-        weights=weights.token_mean,
+        surrogate=Cispo(cap=5.0),
+        weights=TokenMean(),
     ),
     Algorithm(
         name="sapo",
         summary="A sigmoid gate instead of the hard clip, tighter for negative advantages.",
         paper="2511.20347",
         equation="-1/R sum_i 1/n_i sum_t 4/tau sigmoid(tau (rho - 1)) A_i",
-        surrogate=losses.sapo,
+        surrogate=Sapo(),
     ),
     Algorithm(
         name="vespo",
         summary="REINFORCE weighed by a smooth bump of the completion's ratio: no clipping, far-off completions fade out.",
         paper="2602.10693",
         equation="-1/N sum_i sum_t sg[exp(lam + k s_i - lam exp(s_i))] A_i l,  s_i = sum_t(l - b)",
-        ratio=losses.sequence_sum,
-        surrogate=losses.vespo,
-        weights=weights.token_mean,
+        ratio=SequenceSumRatio(),
+        surrogate=Vespo(),
+        weights=TokenMean(),
     ),
     Algorithm(
         name="gmpo",
         summary="The geometric mean of the clipped token ratios: robust to single outlying tokens.",
         paper="2507.20673",
         equation="-1/R sum_i A_i exp(mean_t clip(l - b, -0.4, 0.4 on the side of A_i))",
-        surrogate=losses.geometric,
+        surrogate=Geometric(),
     ),
     Algorithm(
         name="rloo",
         summary="The baseline is the mean reward of the other completions; one ratio per completion; the KL is part of the reward.",
         paper="2402.14740",
         equation="-1/R sum_i min(rho_i A_i, clip(rho_i) A_i),  A_i = r_i - mean of the others,  rho_i = exp(sum_t(l - b))",
-        credit=credit.leave_one_out,
-        ratio=losses.sequence_sum,
+        credit=LeaveOneOut(),
+        ratio=SequenceSumRatio(),
         kl_place="reward",
     ),
     Algorithm(
@@ -364,8 +387,8 @@ _ROWS = (
         summary="Rewards less the KL still to come, whitened over all tokens of the batch; one completion per prompt is enough.",
         paper="2501.03262",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(r_i - beta sum_{s >= t}(b - ref)_s)",
-        credit=credit.whitened,
-        weights=weights.token_mean,
+        credit=Whitened(),
+        weights=TokenMean(),
         kl_place="reward",
     ),
     Algorithm(
@@ -373,9 +396,9 @@ _ROWS = (
         summary="The plain policy gradient: no ratio, no group; the baseline is the batch's mean reward.",
         paper="",
         equation="-1/R sum_i sum_t (r_i - mean of the batch) l",
-        credit=credit.batch_centered,
-        surrogate=losses.reinforce,
-        weights=weights.sequence_sum,
+        credit=BatchCentered(),
+        surrogate=Reinforce(),
+        weights=SequenceSum(),
     ),
     Algorithm(
         name="reinforce_pp_baseline",
@@ -383,32 +406,32 @@ _ROWS = (
         " in the loss.",
         paper="2501.03262",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = whitened(r_i - mean)",
-        credit=partial(credit.whitened, baseline=True),
-        weights=weights.token_mean,
-        kl=k2,
+        credit=Whitened(baseline=True),
+        weights=TokenMean(),
+        kl=K2(),
     ),
     Algorithm(
         name="maxrl",
         summary="Maximises the log of the pass rate: what is rarely solved counts as much as what often is.",
         paper="2602.02710",
         equation="-1/R sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = (r_i - mean) / mean",
-        credit=credit.maxrl,
-        weights=weights.sequence_sum,
+        credit=Maxrl(),
+        weights=SequenceSum(),
     ),
     Algorithm(
         name="gspo_token",
         summary="GSPO whose gradient is each token's own, so that advantages may differ within a completion.",
         paper="2507.18071",
         equation="-1/R sum_i 1/n_i sum_t min(s_it A_it, clip(s_it, 1 - 3e-4, 1 + 4e-4) A_it),  s_it = sg[s_i] exp(l - sg[l])",
-        ratio=losses.sequence_token,
-        surrogate=partial(losses.clipped, low=3e-4, high=4e-4),
+        ratio=SequenceTokenRatio(),
+        surrogate=Clipped(low=3e-4, high=4e-4),
     ),
     Algorithm(
         name="gdpo",
         summary="Several rewards: each is standardized within the group on its own, then their weighted sum over the batch.",
         paper="2601.05242",
         equation="GRPO's,  A_i = standardized over the batch(sum_k w_k standardized in the group(r_ik))",
-        credit=credit.decoupled,
+        credit=Decoupled(),
     ),
     Algorithm(
         name="ppo",
@@ -416,8 +439,8 @@ _ROWS = (
         paper="1707.06347",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
         "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
-        credit=credit.gae,
-        weights=weights.token_mean,
+        credit=Gae(),
+        weights=TokenMean(),
         kl_place="reward",
     ),
     Algorithm(
@@ -426,19 +449,19 @@ _ROWS = (
         paper="2306.13649",
         equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q"
         " || p)",
-        credit=credit.nothing,
-        surrogate=losses.silent,
-        weights=weights.token_mean,
-        divergence=jsd,
+        credit=Nothing(),
+        surrogate=Silent(),
+        weights=TokenMean(),
+        divergence=Jsd(),
     ),
     Algorithm(
         name="distill_sampled",
         summary="On-policy distillation by drawn tokens alone: how much likelier the teacher finds a token is its advantage.",
         paper="",
         equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
-        credit=partial(credit.reverse_kl, gamma=0.0),
-        surrogate=losses.importance,
-        weights=weights.token_mean,
+        credit=ReverseKl(gamma=0.0),
+        surrogate=Importance(),
+        weights=TokenMean(),
     ),
     Algorithm(
         name="minillm",
@@ -447,9 +470,9 @@ _ROWS = (
         paper="2306.08543",
         equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
         "A_it = mean_{s > t} log(p / q_old)_s",
-        credit=partial(credit.reverse_kl, own=False, normalize=True),
-        weights=weights.token_mean,
-        divergence=jsd,
+        credit=ReverseKl(own=False, normalize=True),
+        weights=TokenMean(),
+        divergence=Jsd(),
         importance=True,
         mix=0.2,
     ),
@@ -459,196 +482,28 @@ ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 """The online algorithms by name."""
 
 
-def _by_name(*functions: Callable) -> dict[str, Callable]:
-    return {function.__name__: function for function in functions}
-
-
-PARTS: dict[str, dict[str, Callable]] = {
-    "credit": _by_name(
-        credit.standardized, credit.centered, credit.leave_one_out, credit.decoupled, credit.whitened, credit.process, credit.gae,
-        credit.reverse_kl, credit.nothing, credit.maxrl, credit.batch_centered,
-    ),
-    "ratio": _by_name(losses.token, losses.sequence_mean, losses.sequence_sum, losses.sequence_token),
-    "surrogate": _by_name(losses.clipped, losses.cispo, losses.sapo, losses.vespo, losses.geometric, losses.reinforce,
-                          losses.importance, losses.silent),
-    "weights": _by_name(
-        weights.sequence_mean, weights.token_mean, weights.constant, weights.sequence_sum, weights.prompt_mean
-    ),
-    "divergence": _by_name(jsd),
-    "filter": {},
-    "kl": _by_name(k1, k2, k3, k3_ratio),
-}  # fmt: skip
-"""What the parts of a recipe's `group` may name."""
-
-
-def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algorithm:
-    """The algorithm that a recipe asks for: the row `objective` with the parts and numbers that `group` replaces.
-
-    max_new_tokens: the longest completion, for weights that divide by it.
-    Raises ConfigError for an unknown name, part or keyword, a value out of range, and what cannot work together.
-
-    >>> algorithm = resolve("grpo", GroupSettings(surrogate={"high": 0.28}, beta=0.04), max_new_tokens=256)
-    >>> describe(algorithm.surrogate), algorithm.beta, algorithm.token_level
-    ('clipped(low=0.2, high=0.28)', 0.04, True)
-    """
-    if ":" in objective:
-        row = imported("objective", objective)
-        if not isinstance(row, Algorithm):
-            raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}", key="objective")
-    elif objective not in ALGORITHMS:
-        near = _closest(objective, ALGORITHMS)
-        raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
-    else:
-        row = ALGORITHMS[objective]
-    beta = row.beta if group.beta is None else group.beta
-    estimator = {"kl": group.kl} if group.kl in _KLS_IN_REWARD else {}
-    in_reward = {"beta": beta, **estimator} if row.kl_place == "reward" else {"beta": 0.0}
-    chosen = replace(
-        row,
-        credit=_part("credit", group.credit, row.credit, in_reward),
-        ratio=_part("ratio", group.ratio, row.ratio),
-        surrogate=_part("surrogate", group.surrogate, row.surrogate),
-        weights=_part("weights", group.weights, row.weights, {"length": max_new_tokens}),
-        kl=_part("kl", group.kl, row.kl),
-        divergence=None
-        if (row.divergence or group.divergence) is None
-        else _part("divergence", group.divergence, row.divergence or jsd),
-        mix=row.mix if group.mix is None else group.mix,
-        keeps=row.keeps if group.filter is None else _part("filter", group.filter, row.teaches),
-        beta=beta,
-        dead_groups=group.dead_groups or row.dead_groups,
-        truncated=group.truncated or row.truncated,
-        entropy_bonus=group.entropy_bonus,
-        entropy_target=group.entropy_target,
-        entropy_step=group.entropy_step,
-        entropy_quantile=group.entropy_quantile,
-        off_policy_delta=group.off_policy_delta,
-    )
-    if beta > 0.0 and row.kl_place == "reward" and "beta" not in options(chosen.credit):
-        raise ConfigError(
-            f"group.beta: {objective!r} subtracts the KL from the reward, which the credit {describe(chosen.credit)} cannot do; "
-            "use beta: 0, or objective: grpo with this credit",
-            key="group.beta",
-        )
-    known = _KLS_IN_REWARD if "kl" in options(chosen.credit) else ("k1",)
-    if row.kl_place == "reward" and group.kl not in (None, *known):
-        raise ConfigError(
-            f"group.kl: {objective!r} takes the KL from the reward, as {' or '.join(known)}, so it cannot be {group.kl!r}; "
-            f"for a KL in the loss use objective: grpo with group.credit: {name_of(row.credit)}",
-            key="group.kl",
-        )
-    level = fact(chosen.surrogate, "ratio_level")
-    if level is not None and group.ratio is not None and name_of(chosen.ratio) != level:
-        raise ConfigError(
-            f"group.ratio: the surrogate {describe(chosen.surrogate)} does not use a ratio level, so {group.ratio!r} would change "
-            "nothing; leave it out, or use the surrogate clipped, cispo or sapo",
-            key="group.ratio",
-        )
-    if fact(chosen.credit, "compares_siblings") and group.group_size < 2:
-        raise ConfigError(
-            f"group.group_size must be at least 2 for {objective!r} (the advantages of {describe(chosen.credit)} compare "
-            f"siblings), got {group.group_size}",
-            key="group.group_size",
-        )
-    if group.filter is not None and chosen.dead_groups != "refill":
-        raise ConfigError(
-            "group.filter says which groups are replaced, and only dead_groups: refill replaces any: set group.dead_groups: refill",
-            key="group.filter",
-        )
-    for kind in ("credit", "ratio", "surrogate", "weights", "kl"):
-        check_inputs(kind, getattr(chosen, kind))
-    for kind, part in (("divergence", chosen.divergence), ("filter", chosen.keeps)):
-        if part is not None:
-            check_inputs(kind, part)
-    return chosen
-
-
-def masked(group: Scored) -> Scored:
-    """The group, no token trained of completions that a limit ended."""
-    return replace(
-        group,
-        rollouts=tuple(
-            replace(rollout, trained=np.zeros(len(rollout), dtype=bool)) if rollout.truncated else rollout
-            for rollout in group.rollouts
+PARTS: dict[str, dict[str, type[Part]]] = {
+    kind: {part.name: part for part in parts}
+    for kind, parts in {
+        "credit": (
+            Standardized,
+            Centered,
+            LeaveOneOut,
+            Decoupled,
+            Whitened,
+            Process,
+            Gae,
+            ReverseKl,
+            Nothing,
+            Maxrl,
+            BatchCentered,
         ),
-    )
-
-
-_KLS_IN_REWARD = ("k1", "k3")
-"""Estimators that a credit with the keyword `kl` can subtract from the reward."""
-
-
-def corrected(algorithm: Algorithm, by: CorrectionSettings) -> Algorithm:
-    """The algorithm for completions whose sampler computes other probabilities than the trainer: with `losses.mismatch`."""
-    return replace(algorithm, correction=partial(losses.mismatch, level=by.level, mode=by.mode, low=by.low, high=by.high))
-
-
-def _part(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str, Any] | None = None) -> Callable:
-    """The function that a recipe's part names, with its keywords bound and checked; `supplied` come from other settings."""
-    keywords = {"name": part} if isinstance(part, str) else dict(part or {})
-    if "name" in keywords:
-        function = _find(kind, keywords.pop("name"))
-    else:  # keywords alone change the preset's own function
-        function = preset
-    known = parameters(function)
-    bound = function.keywords if isinstance(function, partial) else {}
-    for name, value in (supplied or {}).items():
-        if name in keywords.keys() & _SET_APART:
-            raise refused(kind, f"group.{kind}: {name} is a setting of its own, group.{name}; got {keywords[name]!r} here")
-        if name in known and name not in bound:
-            keywords.setdefault(name, value)
-    hints = _hints(function)
-    for name, value in keywords.items():
-        keywords[name] = _checked(kind, name_of(function), value, name, known, hints)
-    missing = [n for n, p in known.items() if p.default is p.empty and n not in keywords]
-    if missing:
-        raise refused(kind, f"group.{kind}: {name_of(function)} needs a value for {', '.join(missing)}")
-    return partial(function, **keywords) if keywords else function
-
-
-def _hints(part: Callable) -> dict[str, Any]:
-    """The annotations of what a part takes."""
-    function = bare(part)
-    try:
-        return get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
-    except NameError:  # names that are there for type checkers alone
-        return {}
-
-
-_SET_APART = {"beta", "kl"}
-"""Keywords of parts that are settings of their own."""
-
-
-def _checked(kind: str, part: str, value: Any, name: str, known: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> Any:
-    key = f"group.{kind}.{name}"
-    label = f"group.{kind}: {name} of {part}"
-    if name not in known:
-        allowed = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise ConfigError(f"{label}: there is no such keyword ({allowed}){_closest(name, known)}", key=key)
-    if name not in hints:
-        return value
-    try:
-        return TypeAdapter(hints[name]).validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(f"{label}: {error.errors()[0]['msg'].lower()}, got {value!r}", key=key) from None
-
-
-def _find(kind: str, name: Any) -> Callable:
-    if name in PARTS[kind]:
-        return PARTS[kind][name]
-    if ":" not in str(name):
-        known = f"it is one of {', '.join(PARTS[kind])}, or module:function" if PARTS[kind] else "it is module:function"
-        raise refused(kind, f"group.{kind}: there is no {name!r}{_closest(str(name), PARTS[kind])}; {known} for one of your own")
-    try:
-        function = imported(f"group.{kind}", str(name))
-    except ConfigError as error:
-        error.key = error.key or f"group.{kind}"
-        raise
-    if not callable(function):
-        raise refused(kind, f"group.{kind}: {name!r} is not a function but {type(function).__name__}")
-    return function
-
-
-def _closest(word: str, words: Mapping[str, Any]) -> str:
-    near = nearest(word, words)
-    return "" if near is None else f" (did you mean {near!r}?)"
+        "ratio": (TokenRatio, SequenceMeanRatio, SequenceSumRatio, SequenceTokenRatio),
+        "surrogate": (Clipped, Cispo, Sapo, Vespo, Geometric, Reinforce, Importance, Silent),
+        "weights": (SequenceMean, TokenMean, Constant, SequenceSum, PromptMean),
+        "divergence": (Jsd,),
+        "filter": (),
+        "kl": (K1, K2, K3, K3Ratio),
+    }.items()
+}
+"""What the parts of a recipe's `group` may name."""

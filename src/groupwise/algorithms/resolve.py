@@ -1,0 +1,222 @@
+"""From a recipe to an algorithm: the row that it names, with the parts and numbers that its `group` replaces.
+
+Importing this file does not import torch: a recipe's algorithm is built, and its facts are read, when the recipe is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from groupwise.algorithms.divergences import Jsd
+from groupwise.algorithms.losses import Correction
+from groupwise.algorithms.parts import (
+    bare,
+    check_inputs,
+    describe,
+    fact,
+    hints,
+    name_of,
+    options,
+    parameters,
+    refused,
+    with_options,
+)
+from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
+from groupwise.errors import ConfigError
+from groupwise.utils.imports import imported
+from groupwise.utils.spelling import nearest
+
+if TYPE_CHECKING:
+    from groupwise.config.settings import CorrectionSettings, GroupSettings, Part
+
+KLS_IN_REWARD = ("k1", "k3")
+"""Estimators that a credit with the option `kl` can subtract from the reward."""
+SETTINGS = {"beta", "kl"}
+"""Options of parts that are settings of their own."""
+
+
+def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algorithm:
+    """The algorithm that a recipe asks for: the row `objective` with the parts and numbers that `group` replaces.
+
+    max_new_tokens: the longest completion, for weights that divide by it.
+    Raises ConfigError for an unknown name, part or option, a value out of range, and what cannot work together.
+
+    >>> from groupwise.config.settings import GroupSettings
+    >>> algorithm = resolve("grpo", GroupSettings(surrogate={"high": 0.28}, beta=0.04), max_new_tokens=256)
+    >>> describe(algorithm.surrogate), algorithm.beta, algorithm.token_level
+    ('clipped(low=0.2, high=0.28)', 0.04, True)
+    """
+    row = row_of(objective)
+    algorithm = adapted(row, group, max_new_tokens)
+    for keys, message in conflicts(algorithm, row, group):
+        raise ConfigError(message, key=keys[0])
+    for kind in ("credit", "ratio", "surrogate", "weights", "kl"):
+        check_inputs(kind, getattr(algorithm, kind))
+    for kind, part in (("divergence", algorithm.divergence), ("filter", algorithm.keeps)):
+        if part is not None:
+            check_inputs(kind, part)
+    return algorithm
+
+
+def corrected(algorithm: Algorithm, by: CorrectionSettings) -> Algorithm:
+    """The algorithm for completions whose sampler computes other probabilities than the trainer (`losses.Correction`)."""
+    return replace(algorithm, correction=Correction(level=by.level, mode=by.mode, low=by.low, high=by.high))
+
+
+def row_of(objective: str) -> Algorithm:
+    """The row of the table that an objective names, or somebody's own.  Raises ConfigError."""
+    if ":" not in objective:
+        if objective in ALGORITHMS:
+            return ALGORITHMS[objective]
+        near = _closest(objective, ALGORITHMS)
+        raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
+    row = imported("objective", objective)
+    if not isinstance(row, Algorithm):
+        raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}", key="objective")
+    return row
+
+
+def adapted(row: Algorithm, group: GroupSettings, max_new_tokens: int) -> Algorithm:
+    """A row with what `group` replaces.  Raises ConfigError for the first part that is wrong."""
+    beta = row.beta if group.beta is None else group.beta
+    estimator = {"kl": group.kl} if group.kl in KLS_IN_REWARD else {}
+    in_reward = {"beta": beta, **estimator} if row.kl_place == "reward" else {"beta": 0.0}
+    divergence = None
+    if row.divergence is not None or group.divergence is not None:
+        divergence = chosen("divergence", group.divergence, row.divergence or Jsd())
+    return replace(
+        row,
+        credit=chosen("credit", group.credit, row.credit, in_reward),
+        ratio=chosen("ratio", group.ratio, row.ratio),
+        surrogate=chosen("surrogate", group.surrogate, row.surrogate),
+        weights=chosen("weights", group.weights, row.weights, {"length": max_new_tokens}),
+        kl=chosen("kl", group.kl, row.kl),
+        divergence=divergence,
+        mix=row.mix if group.mix is None else group.mix,
+        keeps=row.keeps if group.filter is None else chosen("filter", group.filter, None),
+        beta=beta,
+        dead_groups=group.dead_groups or row.dead_groups,
+        truncated=group.truncated or row.truncated,
+        entropy_bonus=group.entropy_bonus,
+        entropy_target=group.entropy_target,
+        entropy_step=group.entropy_step,
+        entropy_quantile=group.entropy_quantile,
+        off_policy_delta=group.off_policy_delta,
+    )
+
+
+def conflicts(algorithm: Algorithm, row: Algorithm, group: GroupSettings) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What cannot work together in an algorithm that a recipe asks for: the keys, and a message."""
+    in_reward = row.kl_place == "reward"
+    if algorithm.beta > 0.0 and in_reward and "beta" not in options(algorithm.credit):
+        yield (
+            ("group.beta",),
+            f"group.beta: {row.name!r} subtracts the KL from the reward, which the credit {describe(algorithm.credit)} cannot do; "
+            "use beta: 0, or objective: grpo with this credit",
+        )
+    estimators = KLS_IN_REWARD if "kl" in options(algorithm.credit) else ("k1",)
+    if in_reward and group.kl not in (None, *estimators):
+        yield (
+            ("group.kl",),
+            f"group.kl: {row.name!r} takes the KL from the reward, as {' or '.join(estimators)}, so it cannot be {group.kl!r}; "
+            f"for a KL in the loss use objective: grpo with group.credit: {name_of(row.credit)}",
+        )
+    level = fact(algorithm.surrogate, "ratio_level")
+    if level is not None and group.ratio is not None and name_of(algorithm.ratio) != level:
+        yield (
+            ("group.ratio", "group.surrogate"),
+            f"group.ratio: the surrogate {describe(algorithm.surrogate)} does not use a ratio level, so {group.ratio!r} would "
+            "change nothing; leave it out, or use the surrogate clipped, cispo or sapo",
+        )
+    if fact(algorithm.credit, "compares_siblings") and group.group_size < 2:
+        yield (
+            ("group.group_size",),
+            f"group.group_size must be at least 2 for {row.name!r} (its advantages compare siblings), got {group.group_size}",
+        )
+    if group.filter is not None and algorithm.dead_groups != "refill":
+        yield (
+            ("group.filter", "group.dead_groups"),
+            "group.filter says which groups are replaced, and only dead_groups: refill replaces any: set group.dead_groups: refill",
+        )
+
+
+def chosen(kind: str, setting: Part | None, preset: Callable | None, supplied: Mapping[str, Any] | None = None) -> Callable:
+    """The part that a recipe names, with its options checked; `supplied` come from other settings.  Raises ConfigError."""
+    for key, message in part_problems(kind, setting, preset, supplied or {}):
+        raise ConfigError(message, key=key)
+    part, keywords = _named(kind, setting, preset)
+    known, typed = parameters(part), hints(part)
+    values = {name: TypeAdapter(typed[name]).validate_python(one) if name in typed else one for name, one in keywords.items()}
+    values |= {name: one for name, one in (supplied or {}).items() if name not in values and _is_default(part, name)}
+    if lacking := [name for name, one in known.items() if one.default is one.empty and name not in values]:
+        raise refused(kind, f"group.{kind}: {name_of(part)} needs a value for {', '.join(lacking)}")
+    return with_options(part, values)
+
+
+def _is_default(part: Callable, option: str) -> bool:
+    """True if a part has an option that nobody has set."""
+    kind: Any = type(part) if is_dataclass(part) and not isinstance(part, type) else bare(part)
+    plain = parameters(kind)
+    return option in plain and parameters(part)[option].default == plain[option].default
+
+
+def part_problems(
+    kind: str, setting: Part | None, preset: Callable | None, supplied: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with a part of a recipe and its options: the key, and a message.  Somebody's own part is imported for it."""
+    at = f"group.{kind}"
+    try:
+        part, keywords = _named(kind, setting, preset)
+    except ConfigError as error:
+        yield error.key or at, str(error)
+        return
+    known, typed = parameters(part), hints(part)
+    settable = [name for name in known if name != "beta"]
+    for name, value in keywords.items():
+        if name in (supplied or {}) and name in SETTINGS:
+            yield f"{at}.{name}", f"{at}: {name} is a setting of its own, group.{name}; got {value!r} here"
+        elif name not in known:
+            takes = f"it takes {', '.join(settable)}" if settable else "it takes none"
+            yield f"{at}.{name}", f"{at}.{name}: {name_of(part)} has no such keyword ({takes}){_closest(name, settable)}"
+        elif name in typed:
+            try:
+                TypeAdapter(typed[name]).validate_python(value)
+            except ValidationError as error:
+                yield f"{at}.{name}", f"{at}.{name}: {error.errors()[0]['msg'].lower()}, got {value!r}"
+
+
+def _named(kind: str, setting: Part | None, preset: Callable | None) -> tuple[Callable, dict[str, Any]]:
+    """The part, or its class, that a setting names, and the options beside the name; options alone are of the preset's part."""
+    keywords = {"name": setting} if isinstance(setting, str) else dict(setting or {})
+    names, at = PARTS[kind], f"group.{kind}"
+    if "name" not in keywords:
+        if preset is not None and (keywords or setting is None):
+            return preset, keywords
+        raise refused(kind, f"{at}: a mapping needs `name`, e.g. {{name: {next(iter(names), 'module:function')}}}")
+    name = keywords.pop("name")
+    if not isinstance(name, str):
+        raise refused(kind, f"{at}: `name` is that of a function, got {name!r}")
+    if name in names:
+        return names[name], keywords
+    if ":" not in name:
+        others = [f"group.{other}" for other, known in PARTS.items() if name in known]
+        hint = f" (which is one of {' and '.join(others)})" if others else _closest(name, names)
+        ours = f"one of {', '.join(names)} or module:function" if names else "module:function"
+        raise refused(kind, f"{at}: must be {ours}; got {name!r}{hint}")
+    try:
+        part = imported(at, name)
+    except ConfigError as error:
+        error.key = error.key or at
+        raise
+    if not callable(part):
+        raise refused(kind, f"{at}: {name!r} is not a function but {type(part).__name__}")
+    return part, keywords
+
+
+def _closest(word: str, words: Any) -> str:
+    near = nearest(word, words)
+    return "" if near is None else f" (did you mean {near}?)"
