@@ -158,6 +158,7 @@ model_name_or_path: some/model
         ("entropy_target: 0.3\nentropy_coef: 0.01", {"group.entropy_target": None, "group.entropy_bonus": 0.01}),
         ("dataset_config: main", {"data.path": "d:main"}),
         ("use_peft: true\nlora_r: 32", {"model.lora": {"rank": 32, "alpha": 32, "targets": "all-linear"}}),
+        ("use_peft: true\nlora_r: 16\nuse_rslora: true", {"model.lora": {"rank": 16, "alpha": 128, "targets": "all-linear"}}),
     ],
 )  # fmt: skip
 def test_single_arguments(text: str, expected: dict[str, object]) -> None:

@@ -69,6 +69,8 @@ LOG = _unneeded("every step is a line of metrics.jsonl and of the terminal; dash
 LOADER = _unneeded("rows are read once and encoded before the first step: there is no data loader")
 LAUNCHED = _unneeded("processes are started by --nproc or torchrun, and what each holds is `parallel`")
 KERNELS = _unneeded("kernels are built in: packed attention, and logits of trained tokens only, a chunk at a time")
+QUANTIZED = _missing("weights are float32 or bfloat16")
+BEST = _missing("the last weights are the final model; save.keep keeps the newest checkpoints")
 WHOLE = _unneeded("held-out figures come in one table with intervals; there are no callbacks for metrics")
 STEPS = "counts optimizer steps; ours counts rollouts, each of group.updates_per_rollout x group.minibatches optimizer steps"
 
@@ -79,17 +81,12 @@ TABLE: dict[str, Argument] = {
     "attn_implementation": _changed(
         "model.attention", "shared, packed or single; the kernel is chosen by the device", by.to_attention
     ),
-    "bnb_4bit_quant_storage": _missing("weights are float32 or bfloat16"),
-    "bnb_4bit_quant_type": _missing("weights are float32 or bfloat16"),
     "dataset_config": _changed("data.path", "NAME:CONFIG", by.to_data_path),
     "dataset_name": _same("data.path", by.to_data_path),
     "dataset_streaming": _missing("rows are read once, before the first step"),
     "dataset_test_split": _same("data.eval_split", by.to_data_path, "with data.eval_path"),
     "dataset_train_split": _same("data.split", by.to_data_path),
     "dtype": _changed("model.dtype", "float32 or bfloat16; with bf16 and float32 weights autocast", by.to_model_dtype),
-    "ignore_bias_buffers": LAUNCHED,
-    "load_in_4bit": _missing("weights are float32 or bfloat16"),
-    "load_in_8bit": _missing("weights are float32 or bfloat16"),
     "lora_alpha": _same("model.lora.alpha", by.to_lora),
     "lora_dropout": _missing("adapters have no dropout: what is scored is what was sampled"),
     "lora_modules_to_save": _missing("an adapter trains low-rank factors only"),
@@ -100,52 +97,32 @@ TABLE: dict[str, Argument] = {
     "config_file": _changed("parallel", "of accelerate: zero2, zero3 or ddp; default: auto", by.to_parallel),
     "num_processes": _unneeded("of accelerate: groupwise train --nproc N says it"),
     "stop": _same("rollout.stop", Value(lambda stop: [stop] if isinstance(stop, str) else list(stop))),
-    "use_bnb_nested_quant": _missing("weights are float32 or bfloat16"),
     "use_dora": _missing("adapters are LoRA's"),
     "use_peft": _changed("model.lora", "{}, or with rank, alpha and targets", by.to_lora),
-    "use_rslora": _missing("adapters are LoRA's, scaled by alpha / rank"),
+    "use_rslora": _changed("model.lora", "alpha x sqrt(rank): products are scaled by alpha / rank", by.to_lora),
     # ------------------------------------------------------------ TrainingArguments
-    "accelerator_config": LAUNCHED,
     "activation_checkpointing": _same("model.gradient_checkpointing", by.to_checkpointing),
     "activation_checkpointing_kwargs": _unneeded("recomputing has no options"),
     "adam_beta1": _changed("optimizer.betas", "[adam_beta1, adam_beta2]", by.to_betas),
     "adam_beta2": _changed("optimizer.betas", "[adam_beta1, adam_beta2]", by.to_betas),
     "adam_epsilon": _same("optimizer.eps", float),
-    "auto_find_batch_size": MEMORY,
     "average_tokens_across_devices": _unneeded("every normalisation is over the whole step, whatever the number of processes"),
-    "batch_eval_metrics": WHOLE,
     "bf16": _changed("model.dtype", "autocast", by.to_model_dtype),
     "bf16_full_eval": _unneeded("evaluation computes as training does"),
     "data_seed": _unneeded("one seed decides weights from scratch, order and samples: seed"),
-    "dataloader_drop_last": LOADER,
-    "dataloader_in_order": LOADER,
-    "dataloader_multiprocessing_context": LOADER,
-    "dataloader_num_workers": LOADER,
-    "dataloader_persistent_workers": LOADER,
-    "dataloader_pin_memory": LOADER,
-    "dataloader_prefetch_factor": LOADER,
-    "ddp_backend": LAUNCHED,
-    "ddp_broadcast_buffers": LAUNCHED,
-    "ddp_bucket_cap_mb": LAUNCHED,
-    "ddp_find_unused_parameters": LAUNCHED,
-    "ddp_static_graph": LAUNCHED,
     "ddp_timeout": _unneeded("groupwise train --timeout says it"),
     "debug": _unneeded("steps whose loss is not finite are skipped and counted; `groupwise replay` computes one again"),
     "deepspeed": _changed("parallel", "zero2 or zero3 (FSDP2), {name: zero3, offload: true}; default: auto", by.to_parallel),
-    "disable_tqdm": LOG,
     "do_eval": _unneeded("what is held out (data.eval_path, data.eval_fraction) is evaluated"),
     "do_predict": _unneeded("groupwise eval RUN"),
     "do_train": _unneeded("groupwise train RECIPE"),
     "enable_jit_checkpoint": _unneeded("SIGTERM and Ctrl-C save the last whole step"),
-    "eval_accumulation_steps": MEMORY,
     "eval_delay": _missing("evaluations begin before the first step, or with the first that eval.every asks for"),
-    "eval_do_concat_batches": WHOLE,
     "eval_on_start": _same("eval.at_start", by.to_evaluation),
     "eval_steps": _changed("eval.every", STEPS, by.to_evaluation),
     "eval_strategy": _changed(
         "eval.every", "with steps: eval_steps; no and epoch: before the first step and after the last", by.to_evaluation
     ),
-    "eval_use_gather_object": WHOLE,
     "fp16": _changed("model.dtype", "autocast: bfloat16 in the place of float16, which needs no loss scaling", by.to_model_dtype),
     "fp16_full_eval": _unneeded("evaluation computes as training does"),
     "fsdp": _changed("parallel", "zero2 or zero3 (FSDP2); default: auto", by.to_parallel),
@@ -158,30 +135,11 @@ TABLE: dict[str, Argument] = {
     ),
     "gradient_checkpointing": _same("model.gradient_checkpointing", by.to_checkpointing),
     "gradient_checkpointing_kwargs": _unneeded("recomputing has no options"),
-    "greater_is_better": _missing("the last weights are the final model; save.keep keeps the newest checkpoints"),
-    "hub_always_push": NO_HUB,
-    "hub_model_id": NO_HUB,
-    "hub_private_repo": NO_HUB,
-    "hub_revision": NO_HUB,
-    "hub_strategy": NO_HUB,
-    "hub_token": NO_HUB,
     "ignore_data_skip": _unneeded("a resumed run continues where its data stood"),
-    "include_for_metrics": WHOLE,
     "include_num_input_tokens_seen": _unneeded("tokens/sampled and tokens/trained are in every step's metrics"),
-    "label_names": LOADER,
     "label_smoothing_factor": _missing("SFT's targets are the tokens themselves"),
     "learning_rate": _same("optimizer.lr", Value(float, always=True)),
-    "length_column_name": LOADER,
-    "liger_kernel_config": KERNELS,
-    "load_best_model_at_end": _missing("the last weights are the final model; save.keep keeps the newest checkpoints"),
-    "local_rank": LAUNCHED,
-    "log_level": LOG,
-    "log_level_replica": LOG,
-    "log_on_each_node": LOG,
-    "logging_first_step": LOG,
     "logging_nan_inf_filter": _unneeded("what is not finite is shown, and its update skipped"),
-    "logging_steps": LOG,
-    "logging_strategy": LOG,
     "lr_scheduler_kwargs": _changed("optimizer.min_lr_ratio", "min_lr_rate of cosine_with_min_lr", by.to_schedule),
     "lr_scheduler_type": _changed(
         "optimizer.schedule", "constant, linear or cosine; TRL's default is linear, ours constant", by.to_schedule
@@ -192,7 +150,6 @@ TABLE: dict[str, Argument] = {
         "null where it is 0",
     ),
     "max_steps": _changed("steps", STEPS, by.to_length),
-    "metric_for_best_model": _missing("the last weights are the final model; save.keep keeps the newest checkpoints"),
     "neftune_noise_alpha": _missing("embeddings are trained without noise"),
     "num_train_epochs": _changed("epochs", "of online objectives steps: epochs x rows / group.prompts_per_step", by.to_length),
     "optim": _unneeded("the optimizer is AdamW with float32 state", by.to_optimizer),
@@ -200,15 +157,11 @@ TABLE: dict[str, Argument] = {
     "optim_target_modules": _missing("the optimizer is AdamW with float32 state"),
     "output_dir": _changed("name", "the run folder is runs/NAME", by.to_folder_name),
     "parallelism_config": _changed("parallel", "ddp, zero2, zero3 or auto"),
-    "per_device_eval_batch_size": MEMORY,
     "per_device_train_batch_size": _changed(
         "group.prompts_per_step",
         "counts prompts; TRL's counts completions, all devices together divide by num_generations (rows: batch_size)",
         by.to_batch,
     ),
-    "prediction_loss_only": WHOLE,
-    "project": LOG,
-    "push_to_hub": NO_HUB,
     "remove_unused_columns": _unneeded("every column of the data reaches the reward functions that ask for it"),
     "report_to": _changed(
         "save.report_to", "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written", by.to_dashboards
@@ -216,7 +169,6 @@ TABLE: dict[str, Argument] = {
     "restore_callback_states_from_checkpoint": _unneeded("there are no callbacks"),
     "resume_from_checkpoint": _unneeded("the same command resumes the run"),
     "run_name": _changed("name", "the run folder is runs/NAME", by.to_folder_name),
-    "save_on_each_node": LAUNCHED,
     "save_only_model": _missing("a checkpoint is whole: `groupwise train` resumes from it"),
     "save_steps": _changed("save.every", STEPS, by.to_saving),
     "save_strategy": _changed(
@@ -226,17 +178,9 @@ TABLE: dict[str, Argument] = {
     "seed": _same("seed", Value(int, always=True)),
     "skip_memory_metrics": _unneeded("the plan says what a step will need"),
     "tf32": _missing("float32 products are float32's; model.dtype: autocast is the fast way"),
-    "torch_compile": KERNELS,
-    "torch_compile_backend": KERNELS,
-    "torch_compile_mode": KERNELS,
-    "torch_empty_cache_steps": MEMORY,
-    "trackio_bucket_id": LOG,
-    "trackio_space_id": LOG,
-    "trackio_static_space_id": LOG,
     "train_sampling_strategy": _changed("data.shuffle", "true for random"),
     "use_cache": _unneeded("training has no KV cache, sampling always has one"),
     "use_cpu": _changed("model.device", "cpu", Value(lambda _: "cpu", bool)),
-    "use_liger_kernel": KERNELS,
     "warmup_steps": _changed(
         "optimizer.warmup_steps", "optimizer steps, as TRL's; a share below 1 is multiplied out", by.to_warm_up
     ),
@@ -248,7 +192,6 @@ TABLE: dict[str, Argument] = {
     "chat_template_kwargs": _same("data.chat_template_kwargs", dict, "a row's column of the same name goes over them"),
     "delta": _changed("group.surrogate", "{name: clipped, delta: ...}", by.to_surrogate),
     "disable_dropout": _unneeded("nothing is ever dropped: what is scored is what was sampled"),
-    "ds3_gather_for_generation": LAUNCHED,
     "entropy_coef": _same("group.entropy_bonus", by.to_entropy),
     "entropy_coef_delta": _changed("group.entropy_step", "with use_adaptive_entropy", by.to_entropy),
     "entropy_coef_max": _changed(
@@ -270,9 +213,7 @@ TABLE: dict[str, Argument] = {
     "log_completions": _changed(
         "save.rollouts_every", "every completion is written every this many steps; `groupwise view` shows them"
     ),
-    "log_completions_hub_repo": NO_HUB,
     "log_multimodal": _unneeded("there are no images"),
-    "log_unique_prompts": LOG,
     "loss_type": _changed(
         "objective",
         "the preset's name, but bnpo for TRL's dapo, which is only its mean over tokens; of DPOConfig: pairs.loss",
@@ -288,12 +229,10 @@ TABLE: dict[str, Argument] = {
         "model.dtype", "its dtype; attn_implementation is not needed; other arguments are not passed on", by.to_model_dtype
     ),
     "multi_objective_aggregation": _changed("objective", "gdpo for normalize_then_sum", by.to_objective),
-    "num_completions_to_print": LOG,
     "num_generations": _same("group.group_size", by.to_batch),
     "num_generations_eval": _same("eval.k", Value(int, bool)),
     "num_iterations": _same("group.updates_per_rollout", by.to_batch),
     "off_policy_mask_threshold": _same("group.off_policy_delta", Value(float, bool)),
-    "pad_to_multiple_of": NO_PADDING,
     "ref_model_mixup_alpha": _same("group.reference_mix", by.to_moving_reference),
     "ref_model_sync_steps": _changed("group.reference_refresh", f"with sync_ref_model; {STEPS}", by.to_moving_reference),
     "repetition_penalty": _missing(
@@ -368,14 +307,11 @@ TABLE: dict[str, Argument] = {
     "center_rewards_coefficient": _same("reward_model.centering", Value(float, bool)),
     "chat_template_path": _same("model.chat_template", Value(str, _text)),
     "completion_only_loss": _changed("data.train_on", "completion or all", Value(lambda _: "all", lambda value: value is False)),
-    "dataset_kwargs": LOADER,
-    "dataset_num_proc": LOADER,
     "dataset_text_field": _changed(
         "data.columns", "rows are prompt and completion, or messages: {completion: TEXT} with a prompt beside it"
     ),
     "discopop_tau": _missing("pairs.loss is sigmoid or ipo"),
     "eos_token": _unneeded("EOS is what generation_config.json and the tokenizer say; `groupwise check` prints it"),
-    "eval_packing": NO_PADDING,
     "f_alpha_divergence_coef": _missing("pairs are held against the reference by the reverse KL"),
     "f_divergence_type": _missing("pairs are held against the reference by the reverse KL"),
     "label_smoothing": _missing("pairs.loss is sigmoid or ipo, without smoothing"),
@@ -384,9 +320,6 @@ TABLE: dict[str, Argument] = {
     "max_length": _changed("data.too_long", "rows longer than the model's context are dropped or cut; there is no shorter limit"),
     "packing": _unneeded("rows are always packed, and never see one another"),
     "packing_strategy": _unneeded("rows are always packed, and never see one another"),
-    "pad_token": NO_PADDING,
-    "padding_free": NO_PADDING,
-    "precompute_ref_batch_size": MEMORY,
     "precompute_ref_log_probs": _unneeded("the reference's log-probs of pairs are always computed once, before the first step"),
     "truncation_mode": _changed("data.too_long", "drop or truncate_left"),
     "use_weighting": _missing("pairs.loss is sigmoid or ipo"),
@@ -394,8 +327,6 @@ TABLE: dict[str, Argument] = {
     "args": _unneeded("the arguments of a configuration are keys; `groupwise recipes import-trl` translates a script"),
     "callbacks": _missing("there are no callbacks: a loop of your own over `gw.train(...)` does what they did"),
     "compute_loss_func": _missing("a loss of your own is a part: group.surrogate: file.py:function"),
-    "compute_metrics": WHOLE,
-    "data_collator": LOADER,
     "environment_factory": _changed("environment.factory", "file.py:Class; in Python environment=Class", by.to_environment),
     "eval_dataset": _changed(
         "data.eval_path", "a file or hub name; in Python data={'path': ..., 'eval_path': rows}", by.to_data_path
@@ -404,9 +335,7 @@ TABLE: dict[str, Argument] = {
     "optimizer_cls_and_kwargs": _missing("the optimizer is AdamW with float32 state"),
     "optimizers": _missing("the optimizer is AdamW with float32 state, and its schedule optimizer.schedule"),
     "peft_config": _changed("model.lora", "{rank: ..., alpha: ..., targets: ...}", by.to_lora),
-    "preprocess_logits_for_metrics": WHOLE,
     "processing_class": _unneeded("the tokenizer is the checkpoint's; in Python tokenizer=..., beside a loaded model"),
-    "quantization_config": _missing("weights are float32 or bfloat16"),
     "r": _same("model.lora.rank", by.to_lora),
     "ref_model": _missing("the reference is the policy as it was before its first step"),
     "reward_processing_classes": _unneeded("a reward model's tokenizer is its checkpoint's"),
@@ -424,7 +353,6 @@ TABLE: dict[str, Argument] = {
     "evaluation_strategy": _changed(
         "eval.every", "with steps: eval_steps; no and epoch: before the first step and after the last", by.to_evaluation
     ),
-    "logging_dir": LOG,
     "max_prompt_length": _same(
         "data.max_prompt_tokens", by.to_prompt_length, "longer ones are dropped; TRL's cut them: data.too_long: truncate_left"
     ),
@@ -435,18 +363,40 @@ TABLE: dict[str, Argument] = {
     "per_gpu_train_batch_size": _changed(
         "group.prompts_per_step", "counts prompts, over all devices (rows: batch_size)", by.to_batch
     ),
-    "preprocessing_num_workers": LOADER,
     "system_prompt": _changed("data.system", "with data.chat: true", by.to_system_prompt),
     "torch_dtype": _changed("model.dtype", "float32 or bfloat16; with bf16 and float32 weights autocast", by.to_model_dtype),
-    "use_liger": KERNELS,
     "vllm_device": _changed("rollout.engine", "{name: vllm, colocated: true}, or a server: groupwise serve", by.to_engine),
     "vllm_dtype": _changed("rollout.engine", "{name: vllm, dtype: ...}"),
     "vllm_max_model_len": _unneeded("the longest prompt and rollout.max_new_tokens say it"),
-    "wandb_entity": LOG,
-    "wandb_project": LOG,
     "warmup_ratio": _changed("optimizer.warmup_steps", "optimizer steps: the ratio of all of them", by.to_warm_up),
 }
-"""TRL's argument -> what becomes of it."""
+"""TRL's argument -> what becomes of it; those of one answer are added below."""
+
+TABLE |= {
+    name: row
+    for row, names in {
+        NO_HUB: """hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token log_completions_hub_repo
+            push_to_hub""",
+        NO_PADDING: "eval_packing pad_to_multiple_of pad_token padding_free",
+        MEMORY: """auto_find_batch_size eval_accumulation_steps per_device_eval_batch_size precompute_ref_batch_size
+            torch_empty_cache_steps""",
+        LOG: """disable_tqdm log_level log_level_replica log_on_each_node log_unique_prompts logging_dir logging_first_step
+            logging_steps logging_strategy num_completions_to_print project trackio_bucket_id trackio_space_id
+            trackio_static_space_id wandb_entity wandb_project""",
+        LOADER: """data_collator dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
+            dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_kwargs
+            dataset_num_proc label_names length_column_name preprocessing_num_workers""",
+        LAUNCHED: """accelerator_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
+            ddp_static_graph ds3_gather_for_generation ignore_bias_buffers local_rank save_on_each_node""",
+        KERNELS: "liger_kernel_config torch_compile torch_compile_backend torch_compile_mode use_liger use_liger_kernel",
+        WHOLE: """batch_eval_metrics compute_metrics eval_do_concat_batches eval_use_gather_object include_for_metrics
+            prediction_loss_only preprocess_logits_for_metrics""",
+        QUANTIZED: """bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit quantization_config
+            use_bnb_nested_quant""",
+        BEST: """greater_is_better load_best_model_at_end metric_for_best_model""",
+    }.items()
+    for name in names.split()
+}
 
 CALLS: dict[str, Argument] = {
     "add_callback": TABLE["callbacks"],

@@ -340,12 +340,11 @@ def to_lora(trl: Configuration, _: str) -> Outcomes:
     if not trl.given.get("use_peft"):
         return
     targets = trl.given.get("lora_target_modules")
-    adapter = {
-        "rank": int(trl.given.get("lora_r", 16)),
-        "alpha": int(trl.given.get("lora_alpha", 32)),
-        "targets": "all-linear" if targets in (None, "all-linear") else targets,
-    }
-    yield Write("model.lora", adapter, ("use_peft", "lora_r", "lora_alpha", "lora_target_modules"))
+    rank, alpha = int(trl.given.get("lora_r", 16)), float(trl.given.get("lora_alpha", 32))
+    alpha *= math.sqrt(rank) if trl.given.get("use_rslora") else 1.0
+    adapter: dict[str, Any] = {"rank": rank, "alpha": int(alpha) if alpha.is_integer() else alpha}
+    adapter["targets"] = "all-linear" if targets in (None, "all-linear") else targets
+    yield Write("model.lora", adapter, ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora"))
     if targets is None:
         yield Note(
             "use_peft", "changed", f"model.lora: {flow(adapter)}; TRL leaves the choice of layers to peft, which takes fewer"

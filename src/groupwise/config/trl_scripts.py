@@ -21,7 +21,8 @@ OPEN = "**"
 """The name of a line for arguments that are not even known by name."""
 ADAPTERS = ("LoraConfig", "get_peft_model")
 """What describes an adapter: peft's configuration, or unsloth's function with the same keywords."""
-LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules"}
+LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
+        "use_rslora": "use_rslora"}  # fmt: skip
 """Arguments of peft's LoraConfig, as TRL's ModelConfig calls them."""
 OBJECTS = ("reward_funcs", "tools", "environment_factory")
 """Arguments that hold functions and classes."""
