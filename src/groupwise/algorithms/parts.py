@@ -16,7 +16,7 @@ import reprlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_type_hints
 
@@ -134,7 +134,7 @@ def options(part: Callable[..., Any]) -> dict[str, Any]:
 def parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """What a recipe may set of a part: a dataclass's fields; a function's keyword-only parameters, and those with a default."""
     if is_dataclass(part):
-        fields = inspect.signature(part if isinstance(part, type) else type(part)).parameters
+        fields = _signature(part if isinstance(part, type) else type(part))
         return dict(fields) if isinstance(part, type) else {n: p.replace(default=getattr(part, n)) for n, p in fields.items()}
     named = inspect.signature(part).parameters
     return {
@@ -142,13 +142,23 @@ def parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     }
 
 
-def hints(part: Callable[..., Any]) -> dict[str, Any]:
+@cache
+def _signature(kind: type) -> Mapping[str, inspect.Parameter]:
+    """The fields of a dataclass as parameters."""
+    return inspect.signature(kind).parameters
+
+
+def hints(part: Callable[..., Any]) -> Mapping[str, Any]:
     """The annotations of a part's options."""
     function = bare(part)
     if is_dataclass(function) and not isinstance(function, type):
         function = type(function)
+    return _hints(function if inspect.isroutine(function) or isinstance(function, type) else type(function).__call__)
+
+
+@cache
+def _hints(known: Any) -> Mapping[str, Any]:
     try:
-        known = function if inspect.isroutine(function) or isinstance(function, type) else type(function).__call__
         return get_type_hints(known, include_extras=True)
     except NameError:  # names that are there for type checkers alone
         return {}
