@@ -29,20 +29,14 @@ def main() -> None:
     options = parser.parse_args()
     work = workload(options)
     side = ours(work)
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import ProfilerActivity, profile
 
-    from groupwise.ops.cpu import decoding, kernels, library
     from groupwise.rollout.native.forward import SpecialisedForward
-
-    def named(name: str, *arguments: object) -> None:
-        with record_function(f"kernels::{name}"):
-            library.call(name, *arguments)
 
     side.step()
     on_cpu = work.device == "cpu"
     steps = [side.step()["cpu" if on_cpu else "wall"] for _ in range(options.steps)]
     seconds = {phase: median([step[phase] for step in steps]) for phase in ("step", "rollout", "update") if phase in steps[0]}
-    kernels.call = decoding.call = named  # torch's profiler sees torch's operations alone
     SpecialisedForward._decoder = lambda _: None  # kernel by kernel, to see each  # type: ignore[method-assign]
     with profile(activities=[ProfilerActivity.CPU] if on_cpu else [ProfilerActivity.CUDA]) as watched:
         side.step()

@@ -6,7 +6,7 @@ import torch
 from scipy.stats import chisquare, kstest
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from groupwise.ops.cpu import decoding
+from groupwise.ops import decoding
 from groupwise.records import Sampling
 from groupwise.rollout.sampling import draw, stream_keys, uniforms
 

@@ -3,7 +3,7 @@
 A `Query` may have a window or chunks (`Reach`), a soft cap on its scores, sinks, and values of another width than its keys.
 On a CPU: the compiled kernel where it takes the query, else pieces of the stream, each by one kernel of torch's, merged by their
 log-sum-exps.  In both a prompt's keys are read once for all its completions and never copied.  On CUDA: FlexAttention with a block
-mask.  No mask of T x T is made.  The compiled kernel is the operation `groupwise::attention` of `torch.library`.
+mask.  No mask of T x T is made.
 
 T positions of the stream   H query heads   K key-value heads   D head width   E width of values   X rows   M keys   B batch
 """
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative
 from groupwise.ops.cpu import kernels
+from groupwise.ops.cpu.kernels import operations
 from groupwise.records import Layout
 
 
@@ -94,7 +95,7 @@ class StreamAttention:
         if query.query_THD.is_cuda:
             out = self._flex_attention(*heads, scale, cap, reach, sinks_H)
         elif cap is None and sinks_H is None and reach == EVERYTHING and kernels.worth_attention(self.longest, *heads):
-            out, _ = kernels.attention(*heads, *self.stretches.tensors, scale)
+            out = _Compiled.apply(*heads, *self.stretches.tensors, scale)
         else:
             out = _Pieces.apply(*_of_one_width(*heads), sinks_H, self.pieces(reach, cap is not None), scale, cap)
             out = out[..., : query.value_TKE.shape[-1]]
@@ -124,6 +125,28 @@ class StreamAttention:
             return_lse=True,
         )
         return out if sinks_H is None else out * torch.sigmoid(lse - sinks_H.to(lse.dtype)[:, None])[..., None].to(out.dtype)
+
+
+class _Compiled(torch.autograd.Function):
+    """Attention without windows, caps and sinks by the compiled kernel.   first_F, stretch_N4, end: `kernels.Families`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first_F: Tensor, stretch_N4: Tensor, end: int, scale: float
+    ) -> Tensor:
+        out, lse = operations.attention(query, key, value, first_F, stretch_N4, end, scale)
+        ctx.save_for_backward(query, key, value, out, lse, first_F, stretch_N4)
+        ctx.end, ctx.scale = end, scale
+        return out
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, *others = ctx.saved_tensors
+        (grad_out,) = grads
+        if grad_out.stride(-1) != 1 or grad_out.dtype != query.dtype:
+            grad_out = grad_out.to(query.dtype).contiguous()
+        return *operations.attention_backward(grad_out, query, *others, ctx.end, ctx.scale), None, None, None, None
 
 
 def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

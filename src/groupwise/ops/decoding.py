@@ -1,52 +1,58 @@
 """What decoding computes with: small-batch products, norms behind residual sums, rotary embeddings, attention, draws.
 
-A form's operations stand here as the compiled kernels have them and in torch's; which one, whoever builds it says, because weights
-are laid out for it once.  These change slabs and streams in place and hold packed weights, so they are not functions of their
-tensors alone and stay outside of `torch.library`.
+Where there are compiled kernels for a model (`Operations` looks once, because weights are laid out for them) an operation is one of
+them, else a few of torch's; `Decoder` has them all in one call.  Weights are packed, and slabs and streams are changed in place.
 
-T positions of a stream   R rows   D model width   H heads   W head width   V vocabulary   O, I sides of a matrix
+T positions of a stream   R rows   P prompts   D model width   H heads   K key-value heads   W head width   V vocabulary
+O, I sides of a matrix
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from groupwise.ops.attention import Reach
-from groupwise.ops.cpu import decoding, kernels
-from groupwise.ops.cpu.decoding import (
-    BLOCK,
-    Block,
-    Blocks,
-    Decoder,
-    Drawn,
-    Live,
-    Product,
-    Rows,
-    decode_attention,
-    draw_tokens,
-    draws,
-    keep_entries,
-    multiplies,
-)
+from groupwise.ops.cpu import kernels
+from groupwise.ops.cpu.kernels import draws, multiplies, operations
 from groupwise.ops.onednn_shapes import filled, tiled
 
 __all__ = [
-    "BLOCK", "Block", "Blocks", "CompiledHeadNorm", "CompiledLayerNorm", "CompiledNorm", "CompiledRotary", "Decoder", "Drawn",
-    "Filler", "Live", "Norm", "Operations", "PlainLayerNorm", "PlainNorm", "PlainRotary", "PreparedLayer", "Product", "Rotary",
-    "Rows", "decode_attention", "draw_tokens", "draws", "gated", "gelu", "keep_entries", "multiplies", "product",
-    "tokens_per_block",
+    "BLOCK", "Decoder", "Drawn", "Filler", "Live", "Norm", "Operations", "PreparedLayer", "Product", "Rotary", "Rows",
+    "decode_attention", "draw_tokens", "draws", "keep_entries", "product", "tokens_per_block",
 ]  # fmt: skip
 
-LARGE, FEW_ROWS = 1 << 20, 8
-"""Numbers of a large float32 matrix; the rows that oneDNN's layout is chosen for (unsaid, it is 10 % slower in bfloat16)."""
+# ---------------------------------------------------------------- products
+
+LARGE = 1 << 20
+"""Numbers of a large float32 matrix."""
+FEW_ROWS = 8
+"""The rows that oneDNN's layout is chosen for (unsaid, it is 10 % slower in bfloat16)."""
 FEW = 4
 """Large float32 matrices meet whole multiples of so many rows: oneDNN keeps 0.6 MB of machine code for every number of them."""
+
+
+class Product:
+    """x W^T + b for few rows, with the weight packed in the order in which it is read (ops/cpu/products.cpp)."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
+        """dtype: of x, of the packed weight and of the result.  The weight may be of another type.
+
+        In bfloat16 subnormal numbers and results may count as zeros.
+        """
+        self.outputs, self.inputs = weight_OI.shape
+        self.bias_O = None if bias_O is None else bias_O.detach().float().contiguous()
+        weight_OI = weight_OI.detach() if weight_OI.dtype in kernels.TYPES else weight_OI.detach().float()
+        self.packed = operations.pack_weight(weight_OI if 1 in weight_OI.stride() else weight_OI.contiguous(), dtype)
+
+    def __call__(self, x_RI: Tensor) -> Tensor:
+        """(R, I) -> (R, O)."""
+        return operations.linear(x_RI.contiguous(), self.packed, self.bias_O, self.outputs)
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -98,36 +104,125 @@ class Filler:
         return x[: self.count] if self.rows else x
 
 
-class CompiledRotary:
-    """The rotary embedding by the compiled kernel.  As in transformers, number i of a head is paired with number i + W/2."""
+# ---------------------------------------------------------------- attention and draws
 
-    def __init__(self, cos_PW: Tensor, sin_PW: Tensor) -> None:
-        """Tables of all positions."""
-        self.cos_PW, self.sin_PW = cos_PW, sin_PW
-        self.order_W = torch.arange(cos_PW.shape[1])
+ROWS_AT_ONCE = 16
+"""Rows of a prompt that one thread works on (blocks.cpp's ROWS_OF_PART): more would leave other threads without work."""
+BLOCK = 32
+"""Tokens by which the capacity of a slab grows (bindings.cpp's BLOCK)."""
+Slab = tuple[Tensor, Tensor]
+"""Keys and values, (entries, K, blocks, BLOCK x W) each, in an order of the kernels' own."""
 
-    def tables(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of these positions."""
-        return self.cos_PW.index_select(0, position_T), self.sin_PW.index_select(0, position_T)
+
+class Rows:
+    """Which rows belong to which prompt, as `decoding.cpp` reads it."""
+
+    def __init__(self, rows_P: Sequence[Sequence[int]], prompt_length_P: Sequence[int]) -> None:
+        """rows_P: the rows of each prompt; prompt_length_P: its tokens."""
+        order = [row for rows in rows_P for row in rows]
+        parts, start = [], 0
+        for entry, rows in enumerate(rows_P):
+            for first in range(start, start + len(rows), ROWS_AT_ONCE):
+                parts.append((entry, first, min(first + ROWS_AT_ONCE, start + len(rows))))
+            start += len(rows)
+        self.part_N3 = torch.tensor(parts, dtype=torch.int64).view(len(parts), 3)
+        self.prompt_length_P = torch.tensor(prompt_length_P, dtype=torch.int64)
+        self.order_R = torch.tensor(order, dtype=torch.int64)
+
+
+def tokens_per_block(key_TKW: Tensor) -> int:
+    """How many tokens of such keys, and of values like them, lie together in a slab that `decode_attention` reads; 1 if it reads
+    none, and tokens lie one by one."""
+    return BLOCK if kernels.fits(key_TKW) else 1
+
+
+def keep_entries(key_NMKW: Tensor, value_NMKW: Tensor, slab: Slab, first: int) -> None:
+    """N entries from `first` on get tokens 0 .. M - 1, in the order in which `decode_attention` meets them."""
+    operations.keep_entries(key_NMKW, value_NMKW, *slab, first)
+
+
+def decode_attention(
+    query_RHW: Tensor,
+    key_RKW: Tensor,
+    value_RKW: Tensor,
+    own: Slab,
+    prompt: Slab,
+    rows: Rows,
+    length_R: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """One new token per row -> (R, H, W).  Its key and value are written into `own`.
+
+    Before its first token an entry may hold anything.   length_R: own tokens, the new one included (int64).  In bfloat16 weights
+    are rounded too, and subnormal numbers may count as zeros.
+    """
+    belonging = rows.part_N3, rows.prompt_length_P, rows.order_R
+    return operations.decode_attention(query_RHW, key_RKW, value_RKW, *own, *prompt, *belonging, length_R, scale, window or 0)
+
+
+def draw_tokens(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """One token of each row (int64) and its log-probability (nats, float32) at this temperature, of logits that `draws` takes.
+
+    The first token at which the cumulative probability passes `uniform_R` (float64, in [0, 1)): never one of probability 0.  At
+    temperature 0 the likeliest (the first of several), and its log-probability at temperature 1.
+    """
+    return operations.draw_tokens(logits_RV.contiguous(), uniform_R.contiguous(), temperature)
+
+
+# ---------------------------------------------------------------- what lies between products
+
+
+class Norm:
+    """An RMSNorm, or with a bias a layer norm, behind a residual sum; with weights (H, W) RMSNorms of heads, each by its own."""
+
+    def __init__(self, weight: Tensor, eps: float, bias: Tensor | None, *, dtype: torch.dtype, compiled: bool) -> None:
+        """dtype: of the result."""
+        self.eps, self.dtype, self.compiled = eps, dtype, compiled
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        if compiled:
+            self.weight, self.bias = (None if x is None else x.float().contiguous() for x in (self.weight, self.bias))
+        elif bias is None:
+            width = weight.shape[-1]
+            self.gain = weight.detach().float() * width**0.5
+            self.floor = torch.tensor((width * eps) ** 0.5, device=weight.device)
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """`x += add` in place, then the norm of it, in float32 but for a layer norm of torch's.  Heads may be changed in place."""
+        if self.compiled and x.ndim == 3:
+            operations.head_norm(x, self.weight, self.eps)
+            return x
+        if self.compiled and self.bias is None:
+            return operations.add_rms_norm(x, add, self.weight, self.eps, self.dtype)
+        if self.compiled:
+            return operations.add_layer_norm(x, add, self.weight, self.eps, self.bias, self.dtype)
+        if add is not None:
+            x += add
+        if self.bias is not None:
+            return F.layer_norm(x, self.bias.shape, self.weight, self.bias, self.eps).to(self.dtype)
+        # Four operations where `F.rms_norm` is nine.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / torch.hypot(length, self.floor)).mul_(self.gain).to(self.dtype)
+
+
+class Rotary:
+    """Rotary embeddings.  The kernel pairs number i of a head with number i + W/2, as transformers does; in torch's operations the
+    two of a pair lie side by side, for one complex product.  Queries and keys may be reordered together, their products stay."""
+
+    def __init__(self, cos_PW: Tensor, sin_PW: Tensor, *, compiled: bool) -> None:
+        """Tables (float32) of all positions."""
+        self.cos_PW, self.sin_PW, self.compiled = cos_PW, sin_PW, compiled
+        self.order_W = torch.arange(cos_PW.shape[1], device=cos_PW.device)
+        if not compiled:
+            half = slice(0, cos_PW.shape[1] // 2)
+            self.rotation_PW = torch.complex(cos_PW[:, half], sin_PW[:, half])
+            self.order_W = self.order_W.view(2, -1).T.flatten()
 
     def at(self, position_T: Tensor) -> Callable[[Tensor], Tensor]:
-        """The rotary embedding of these positions: a function of heads (T, H, W)."""
-        tables = self.tables(position_T)
-        return lambda heads_THW: kernels.rotary(heads_THW, *tables)
-
-
-class PlainRotary:
-    """The rotary embedding in torch's operations: one complex product per pair, whose two numbers lie side by side for it."""
-
-    def __init__(self, cos_PW: Tensor, sin_PW: Tensor) -> None:
-        """Tables of all positions."""
-        half = slice(0, cos_PW.shape[1] // 2)
-        self.rotation_PW = torch.complex(cos_PW[:, half], sin_PW[:, half])
-        # Queries and keys may be reordered together, their products stay.
-        self.order_W = torch.arange(cos_PW.shape[1], device=cos_PW.device).view(2, -1).T.flatten()
-
-    def at(self, position_T: Tensor) -> Callable[[Tensor], Tensor]:
-        """The rotary embedding of these positions: a function of heads (T, H, W).  In float32 it changes them in place."""
+        """The rotary embedding of these positions: a function of heads (T, H, W), which it may change in place."""
+        if self.compiled:
+            cos_TW, sin_TW = self.cos_PW.index_select(0, position_T), self.sin_PW.index_select(0, position_T)
+            return lambda heads_THW: operations.rotary(heads_THW, cos_TW, sin_TW)
         rotation_T1W = self.rotation_PW.index_select(0, position_T)[:, None]
 
         def rotate(heads_THW: Tensor) -> Tensor:
@@ -137,106 +232,21 @@ class PlainRotary:
         return rotate
 
 
-class CompiledNorm:
-    """`PlainNorm` in one pass."""
-
-    def __init__(self, weight_D: Tensor, eps: float, dtype: torch.dtype) -> None:
-        """dtype: of the result."""
-        self.norm, self.dtype = decoding.Norm(weight_D.detach().float().contiguous(), eps), dtype
-
-    def __call__(self, x_TD: Tensor, add_TD: Tensor | None = None) -> Tensor:
-        """`x += add` in place, then x / sqrt(mean(x^2) + eps) * weight, in float32."""
-        return kernels.add_rms_norm(x_TD, add_TD, *self.norm[:2], self.dtype)
-
-
-class CompiledHeadNorm:
-    """`PlainNorm` of heads, each with its own weight, in place."""
-
-    def __init__(self, weight_HW: Tensor, eps: float, dtype: torch.dtype) -> None:
-        """dtype: of the heads."""
-        self.norm = decoding.Norm(weight_HW.detach().float().contiguous(), eps)
-
-    def __call__(self, x_THW: Tensor) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
-        kernels.head_norm(x_THW, *self.norm[:2])
-        return x_THW
-
-
-class PlainNorm:
-    """An RMSNorm behind a residual sum, in four operations where `F.rms_norm` is nine."""
-
-    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
-        """dtype: of the result."""
-        width = weight.shape[-1]
-        self.gain = weight.detach().float() * width**0.5
-        self.floor = torch.tensor((width * eps) ** 0.5, device=weight.device)
-        self.dtype = dtype
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """`x += add` in place, then x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
-        if add is not None:
-            x += add
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return (x / torch.hypot(length, self.floor)).mul_(self.gain).to(self.dtype)
-
-
-class CompiledLayerNorm:
-    """`PlainLayerNorm` in one pass."""
-
-    def __init__(self, norm: Any, dtype: torch.dtype) -> None:
-        """dtype: of the result."""
-        self.bias_D, self.dtype = norm.bias.detach().float().contiguous(), dtype
-        self.norm = decoding.Norm(norm.weight.detach().float().contiguous(), norm.eps, self.bias_D)
-
-    def __call__(self, x_TD: Tensor, add_TD: Tensor | None = None) -> Tensor:
-        """`x += add` in place, then the layer norm of it, in float32."""
-        return kernels.add_layer_norm(x_TD, add_TD, *self.norm[:2], self.bias_D, self.dtype)
-
-
-class PlainLayerNorm:
-    """A layer norm behind a residual sum."""
-
-    def __init__(self, norm: Any, dtype: torch.dtype) -> None:
-        """dtype: of the result."""
-        self.weight_D, self.bias_D, self.eps, self.dtype = norm.weight.detach(), norm.bias.detach(), norm.eps, dtype
-
-    def __call__(self, x_TD: Tensor, add_TD: Tensor | None = None) -> Tensor:
-        """`x += add` in place, then the layer norm of it."""
-        if add_TD is not None:
-            x_TD += add_TD
-        return F.layer_norm(x_TD, self.weight_D.shape, self.weight_D, self.bias_D, self.eps).to(self.dtype)
-
-
-Norm = CompiledNorm | PlainNorm | CompiledLayerNorm | PlainLayerNorm
-
-
-def gated(gate_TI: Tensor, up_TI: Tensor, *, compiled: bool) -> Tensor:
-    """silu(gate) * up.   compiled: there is a kernel for them."""
-    return kernels.gated(gate_TI, up_TI) if compiled else F.silu(gate_TI).mul_(up_TI)
-
-
-def gelu(x_TI: Tensor, *, compiled: bool) -> Tensor:
-    """GELU's tanh form."""
-    return kernels.gelu(x_TI) if compiled else F.gelu(x_TI, approximate="tanh")
-
-
-Rotary = CompiledRotary | PlainRotary
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedLayer:
     """A decoder layer as it is decoded with; its operations are made by `Operations`."""
 
     norm: Norm
-    qkv: Callable[[Tensor], Tensor]
-    """Query, key and value heads side by side; rotary query and key heads in the order of `Rotary.order_W`."""
-    head_norm: Callable[[Tensor], Tensor] | None
+    qkv: Any
+    """Query, key and value heads side by side; rotary query and key heads in the order of `Rotary.order_W`.  This and the other
+    products: x -> x W^T + b."""
+    head_norm: Norm | None
     """Norms of query and key heads (Qwen3)."""
-    out: Callable[[Tensor], Tensor]
+    out: Any
     mlp_norm: Norm
-    up: Callable[[Tensor], Tensor]
+    up: Any
     """The MLP's first product: gate beside up, or up alone."""
-    down: Callable[[Tensor], Tensor]
+    down: Any
     scale: float
     reach: Reach
 
@@ -251,7 +261,7 @@ class Operations:
         """tables: embeddings, of the weights' type and on their device.   widths: of other rows: an MLP's inner ones, heads, or
         where positions are rotary half a head.   dtype: of the products."""
         first, self.dtype = tables[0], dtype
-        self._compiled = (
+        self.compiled = (
             first.dtype == torch.float32 and kernels.fits(*tables) and all(kernels.fits(first, width=width) for width in widths)
         )
 
@@ -266,68 +276,108 @@ class Operations:
         bias_O = None if bias_O is None else torch.cat([bias_O for bias_O in biases_O if bias_O is not None])
         return product(torch.cat(list(weights_OI)), bias_O, self.dtype)
 
-    def norm(self, weight_D: Tensor, eps: float) -> Norm:
-        """An RMSNorm behind a residual sum."""
-        return (CompiledNorm if self._compiled else PlainNorm)(weight_D, eps, self.dtype)
-
-    def layer_norm(self, weight_D: Tensor, bias_D: Tensor, eps: float) -> Norm:
-        """A layer norm behind a residual sum."""
-        norm = decoding.Norm(weight_D, eps, bias_D)
-        return (CompiledLayerNorm if self._compiled else PlainLayerNorm)(norm, self.dtype)
-
-    def head_norm(self, weight_HW: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-        """RMSNorms of heads (T, H, W); may change them in place."""
-        return (CompiledHeadNorm if self._compiled else PlainNorm)(weight_HW, eps, self.dtype)
+    def norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> Norm:
+        """A norm behind a residual sum, or of heads."""
+        return Norm(weight, eps, bias, dtype=self.dtype, compiled=self.compiled)
 
     def rotary(self, cos_PW: Tensor, sin_PW: Tensor) -> Rotary:
         """Rotary embeddings, from tables of all positions."""
-        return (CompiledRotary if self._compiled else PlainRotary)(cos_PW.float(), sin_PW.float())
+        return Rotary(cos_PW.float(), sin_PW.float(), compiled=self.compiled)
 
     def gated(self, inner_TI: Tensor) -> Tensor:
         """silu(gate) * up of a gate beside up, I = twice the result's."""
         gate_TI, up_TI = inner_TI.chunk(2, -1)
-        return gated(gate_TI, up_TI, compiled=self._compiled)
+        return operations.gated(gate_TI, up_TI) if self.compiled else F.silu(gate_TI).mul_(up_TI)
 
     def gelu(self, inner_TI: Tensor) -> Tensor:
         """GELU's tanh form."""
-        return gelu(inner_TI, compiled=self._compiled)
+        return operations.gelu(inner_TI) if self.compiled else F.gelu(inner_TI, approximate="tanh")
 
-    def decoder(
+
+# ---------------------------------------------------------------- many tokens in one call
+
+
+class Live(NamedTuple):
+    """Completions that are being decoded; int64 if nothing else is said."""
+
+    newest_R: Tensor
+    """The newest token of each."""
+    kept_R: Tensor
+    """Own tokens whose keys and values are kept: all but the newest."""
+    limit_R: Tensor
+    """The most tokens it may have."""
+    prompt_R: Tensor
+    """The entry of its prompt among those of `prompt_length_P`."""
+    prompt_length_P: Tensor
+    """Tokens of each prompt."""
+    uniform_RT: Tensor
+    """float64: one for each of its tokens."""
+
+
+class Drawn(NamedTuple):
+    """Tokens that rows have drawn: the first `count_R[r]` of row r, and their log-probabilities (nats, float32)."""
+
+    token_RN: Tensor
+    logp_RN: Tensor
+    count_R: Tensor
+
+
+class Decoder:
+    """A model like Llama or GPT-2, all of it compiled, that draws several tokens for each row in one call (ops/cpu/blocks.cpp)."""
+
+    def __init__(
         self,
         layers: Sequence[PreparedLayer],
-        norm: Any,
+        norm: Norm,
         head: Any,
         embedding_VD: Tensor,
         positions: Rotary | Tensor,
         heads: tuple[int, int, int],
-    ) -> Decoder | None:
-        """Draws many tokens in one call; None where not all of the model is compiled.
-
-        norm: the last.   positions: rotary embeddings, or learnt ones (P, D).   heads: H, key-value heads, W.
-        """
-        if not self._compiled:
-            return None
-        parts: Any = layers
-        blocks = [
-            Block(
-                norm=layer.norm.norm,
-                qkv=layer.qkv,
-                head_norm=None if layer.head_norm is None else layer.head_norm.norm,
-                out=layer.out,
-                mlp_norm=layer.mlp_norm.norm,
-                up=layer.up,
-                down=layer.down,
-                scale=layer.scale,
-                window=layer.reach.window,
+    ) -> None:
+        """norm: the last.   positions: rotary embeddings, or learnt ones (P, D).   heads: H, K, W."""
+        none, up = torch.empty(0), layers[0].up
+        rotary, learnt = (None, positions) if isinstance(positions, Tensor) else (positions, none)
+        self.heads, self.inner, self.norm, self.head = heads, layers[0].down.inputs, norm, head
+        self.gates = up.outputs > self.inner
+        parts: list[tuple[Tensor | None, ...]] = [
+            (
+                *(layer.norm.weight, layer.norm.bias, None if layer.head_norm is None else layer.head_norm.weight),
+                *(layer.mlp_norm.weight, layer.mlp_norm.bias),
+                *(x for part in (layer.qkv, layer.out, layer.up, layer.down) for x in (part.packed, part.bias_O)),
             )
-            for layer in parts
+            for layer in layers
         ]
-        rotary_PW = (positions.cos_PW, positions.sin_PW) if isinstance(positions, CompiledRotary) else None
-        position_PD = positions if isinstance(positions, Tensor) else None
-        return Decoder(Blocks(blocks, *heads), norm.norm, head, embedding_VD, rotary_PW=rotary_PW, position_PD=position_PD)
+        self.weights = [none if x is None else x for layer in parts for x in layer]
+        eps = [(layer.norm.eps, 0.0 if layer.head_norm is None else layer.head_norm.eps, layer.mlp_norm.eps) for layer in layers]
+        numbers = [(*some, layer.scale, layer.reach.window or 0) for some, layer in zip(eps, layers, strict=True)]
+        self.numbers = torch.tensor(numbers, dtype=torch.float64)
+        tables = embedding_VD, *((none, none) if rotary is None else (rotary.cos_PW, rotary.sin_PW)), learnt
+        ends = norm.weight, norm.bias, head.packed, head.bias_O, *(table.contiguous() for table in tables)
+        self.ends = [none if x is None else x for x in ends]
 
+    def __call__(
+        self,
+        live: Live,
+        slabs: Sequence[tuple[Slab, Slab]],
+        steps: int,
+        *,
+        temperature: float,
+        ending: Sequence[int],
+        until_one_ends: bool,
+        rows_at_once: int,
+    ) -> Drawn:
+        """Draw up to `steps` tokens for each row.   slabs: of each layer own keys and values, and prompts'.
 
-def tokens_per_block(key_TKW: Tensor) -> int:
-    """How many tokens of such keys, and of values like them, lie together in a slab that `decode_attention` reads; 1 if it reads
-    none, and tokens lie one by one."""
-    return BLOCK if kernels.fits(key_TKW) else 1
+        A row stops behind a token of `ending` and at its limit.  until_one_ends: then all rows stop, so that another can take its
+        place.  rows_at_once: whose logits exist at the same time.
+        """
+        newest_R, kept_R, *others = live
+        changed = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (newest_R, kept_R))
+        rows = [*changed, *(tensor.contiguous() for tensor in others)]
+        return Drawn(
+            *operations.decode_tokens(
+                *(self.weights, self.numbers, self.ends, self.norm.eps, [x for pair in slabs for slab in pair for x in slab]),
+                *([*rows, torch.tensor(ending or [-1])], *self.heads[:2], self.inner, self.gates, self.head.outputs),
+                *(steps, temperature, until_one_ends, rows_at_once),
+            )
+        )

@@ -3,10 +3,9 @@
 Each saves less for the backward pass than a composition of torch's operations does (of an MLP a third less: what is between its
 products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (groupwise/ops/cpu).
 
-Compiled kernels are operations of `torch.library` (`ops.cpu.kernels`); `rms_norm` and `rotary` have their gradients there.  The
-others are called by the autograd Functions of this file, which do what such an operation may not: gradients of weights are added to
-`.grad` in place, a norm behind a residual sum hands its input on as an output, and the down projection of an MLP is deferred behind
-what it saves (`LastProduct`).
+Each is an autograd Function that computes by compiled kernels where they take its tensors, else by torch's operations.  Gradients
+of weights are added to `.grad` in place, a norm behind a residual sum hands its input on as an output, and the down projection of
+an MLP is deferred behind what it saves (`LastProduct`).
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
@@ -26,6 +25,7 @@ from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative, unchanged, version
 from groupwise.ops.cpu import kernels
+from groupwise.ops.cpu.kernels import operations
 from groupwise.ops.in_place_gradients import gradient_of, summing
 from groupwise.ops.matmul import add_product, product
 
@@ -85,17 +85,19 @@ class Again(threading.local):
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension in float32, rounded to `dtype` where transformers rounds it."""
-    x = x.contiguous()
-    if one_pass(x, weight_D, dtype):
-        return kernels.rms_norm(x, weight_D, eps, dtype)[0]
-    return RMSNorm.apply(x, weight_D, eps, dtype)  # type: ignore[return-value]
+    return RMSNorm.apply(x.contiguous(), weight_D, eps, dtype)  # type: ignore[return-value]
 
 
 class RMSNorm(torch.autograd.Function):
-    """`rms_norm` in torch's operations."""
+    """`rms_norm` of contiguous rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        ctx.compiled = one_pass(x, weight_D, dtype)
+        if ctx.compiled:
+            out, scale_T = operations.rms_norm(x, weight_D, eps, dtype)
+            ctx.save_for_backward(x, weight_D, scale_T)
+            return out
         # What is returned is no view, for those who get it may change it in place.
         x_TD = x.flatten(0, -2)
         scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -117,6 +119,8 @@ class RMSNorm(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
+        if ctx.compiled:
+            return *operations.rms_norm_backward(grads[0].contiguous(), x_TD, weight_D, scale_T)[:2], None, None
         grad_out_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
         for rows in _blocks(x_TD):
@@ -135,9 +139,9 @@ class AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, add: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if add is None:
-            total, (out, scale_T) = x, kernels.rms_norm(x, weight_D, eps, dtype)
+            total, (out, scale_T) = x, operations.rms_norm(x, weight_D, eps, dtype)
         else:
-            total, out, scale_T = kernels.rms_norm_of_sum(x, add, weight_D, eps, dtype)
+            total, out, scale_T = operations.rms_norm_of_sum(x, add, weight_D, eps, dtype)
         ctx.save_for_backward(total, weight_D, scale_T)
         ctx.added, ctx.dtype = add is not None, dtype
         ctx.set_materialize_grads(False)
@@ -151,7 +155,7 @@ class AddNorm(torch.autograd.Function):
         if grad is None:  # nobody has read the norm
             grad = torch.zeros_like(total, dtype=ctx.dtype)
         more = None if more is None else more.contiguous()
-        grad_x, grad_weight_D, grad_add = kernels.rms_norm_backward(grad.contiguous(), total, weight_D, scale_T, more)
+        grad_x, grad_weight_D, grad_add = operations.rms_norm_backward(grad.contiguous(), total, weight_D, scale_T, more)
         if grad.dtype == total.dtype:
             grad_add = grad_x
         return grad_x, grad_add if ctx.added else None, grad_weight_D, None, None
@@ -164,18 +168,20 @@ def one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:
 
 def rotary(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
     """Rotate pairs (i, i + W/2) by the position's angles: `x * cos + rotate_half(x) * sin`, rounded once, to x's type."""
-    if _rotates_in_one_pass(x_HTW, cos_TW):
-        cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW))
-        return kernels.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW).transpose(0, 1)[None]
     return Rotary.apply(x_HTW, cos_TW, sin_TW)  # type: ignore[return-value]
 
 
 class Rotary(torch.autograd.Function):
-    """`rotary` in torch's operations."""
+    """`rotary`."""
 
     @staticmethod
     def forward(ctx: Any, x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
+        ctx.compiled = _rotates_in_one_pass(x_HTW, cos_TW)
+        if ctx.compiled:
+            cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW))
         ctx.save_for_backward(cos_TW, sin_TW)
+        if ctx.compiled:
+            return operations.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW).transpose(0, 1)[None]
         half = x_HTW.shape[-1] // 2
         # Widened first: products of two types at once are slow.
         wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
@@ -189,6 +195,9 @@ class Rotary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_TW, sin_TW = ctx.saved_tensors
         grad_HTW = grads[0]
+        if ctx.compiled:
+            grad_HTW = grad_HTW if grad_HTW.stride(-1) == 1 else grad_HTW.contiguous()
+            return operations.rotary(grad_HTW[0].transpose(0, 1), cos_TW, sin_TW, -1.0).transpose(0, 1)[None], None, None
         half = grad_HTW.shape[-1] // 2
         wide_HTW = grad_HTW.to(torch.promote_types(grad_HTW.dtype, cos_TW.dtype))
         out_HTW = wide_HTW * cos_TW
@@ -254,7 +263,7 @@ class GatedMLP(torch.autograd.Function):
         grad_TD = grads[0]
         grad_gate_TI = product(grad_TD, _like(down_DI, x_TD, ctx.copies))  # of the inner activations; turned into the gate's below
         if kernels.fits(gate_TI):
-            inner_TI, grad_up_TI = kernels.gated_backward(grad_gate_TI, gate_TI, up_TI)
+            inner_TI, grad_up_TI = operations.gated_backward(grad_gate_TI, gate_TI, up_TI)
         else:
             inner_TI, grad_up_TI = _gate_backward(grad_gate_TI, gate_TI, up_TI)
         grad_down_DI = _weight_grad(ctx, grad_TD, inner_TI, down_DI) if needs_down else None
@@ -268,7 +277,7 @@ class GatedMLP(torch.autograd.Function):
 
 def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     if kernels.fits(gate_TI):
-        return kernels.gated(gate_TI, up_TI)
+        return operations.gated(gate_TI, up_TI)
     inner_TI = torch.empty_like(gate_TI)
     for rows in _blocks(gate_TI):
         torch.mul(F.silu(gate_TI[rows]), up_TI[rows], out=inner_TI[rows])
@@ -276,7 +285,7 @@ def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
 
 
 def _gate_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """`ops.cpu.kernels.gated_backward` in torch's operations."""
+    """The kernel `gated_backward` in torch's operations."""
     inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
     for rows in _blocks(gate_TI):
         gate, up, grad = gate_TI[rows], up_TI[rows], grad_TI[rows]
@@ -318,7 +327,7 @@ class PlainMLP(torch.autograd.Function):
         grad_TD = grads[0]
         grad_TI = product(grad_TD, _like(out_ID, x_TD, ctx.copies).T)
         if kernels.fits(inner_TI):
-            opened_TI = kernels.gelu_backward(grad_TI, inner_TI)
+            opened_TI = operations.gelu_backward(grad_TI, inner_TI)
         else:
             opened_TI = F.gelu(inner_TI, approximate="tanh") if needs_out else None
             grad_TI = torch.ops.aten.gelu_backward(grad_TI, inner_TI, approximate="tanh")
@@ -334,7 +343,7 @@ class PlainMLP(torch.autograd.Function):
 
 
 def _gelu(inner_TI: Tensor) -> Tensor:
-    return kernels.gelu(inner_TI) if kernels.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
+    return operations.gelu(inner_TI) if kernels.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
 
 
 def worth_linear(weight: Tensor) -> bool:

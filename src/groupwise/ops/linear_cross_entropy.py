@@ -315,7 +315,7 @@ class _Visits:
         """Fill the columns of a chunk: log-sum-exps, log-probs of the targets, entropies if they are asked for."""
         if self.compiled(raw_CV):
             found = self.lse_M[rows], self.logp_M[rows], self.entropy_M[rows] if self.entropy else None
-            kernels.read_logits(raw_CV[: rows.stop - rows.start], self.factor_M[rows], self.target_M[rows], *found)
+            kernels.operations.read_logits(raw_CV[: rows.stop - rows.start], self.factor_M[rows], self.target_M[rows], *found)
             return
         for block, _, z_BV in self.blocks(rows, raw_CV):
             self.lse_M[block] = torch.logsumexp(z_BV, -1)
@@ -358,7 +358,7 @@ class _Gradients:
         if self.bias_V is None and visits.compiled(raw_CV):
             read = visits.factor_M[rows], visits.target_M[rows], visits.lse_M[rows], visits.entropy_M[rows]
             in_entropy_C = None if grad_entropy_C is None else grad_entropy_C.contiguous()
-            kernels.logits_gradient(own_CV, *read, grad_logp_C.contiguous(), in_entropy_C)
+            kernels.operations.logits_gradient(own_CV, *read, grad_logp_C.contiguous(), in_entropy_C)
         else:
             self._logits_gradient(rows, own_CV, grad_logp_C, grad_entropy_C)
         raw_CV[rows.stop - rows.start :] = 0.0
@@ -370,7 +370,7 @@ class _Gradients:
             self.fresh = False
 
     def _logits_gradient(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
-        """`kernels.logits_gradient`, of any head, in torch's operations; the bias is given its gradient, too."""
+        """The kernel `logits_gradient`, of any head, in torch's operations; the bias is given its gradient, too."""
         head = self.visits.head
         for block, raw_BV, z_BV in self.visits.blocks(rows, raw_CV):
             own = slice(block.start - rows.start, block.stop - rows.start)

@@ -23,7 +23,7 @@ def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Te
     """a b + bias, of matrices of one type and in it."""
     if a_MK.dtype == torch.float32 and kernels.worth_gemm(a_MK, b_KN, out, bias_N):
         out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out is None else out
-        kernels.gemm(a_MK, b_KN, out, bias_N=bias_N)
+        kernels.operations.gemm(a_MK, b_KN, out, bias_N)
         return out
     return torch.mm(a_MK, b_KN, out=out) if bias_N is None else torch.addmm(bias_N, a_MK, b_KN, out=out)
 
@@ -31,7 +31,7 @@ def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Te
 def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, fresh: bool) -> None:
     """total += a b, or total = a b where it is `fresh`: not written yet.  Its type may be wider than that of the factors."""
     if kernels.worth_gemm(a_MK, b_KN, total_MN):
-        kernels.gemm(a_MK, b_KN, total_MN, add=not fresh)
+        kernels.operations.gemm(a_MK, b_KN, total_MN, add=not fresh)
     elif total_MN.dtype == a_MK.dtype:
         torch.mm(a_MK, b_KN, out=total_MN) if fresh else total_MN.addmm_(a_MK, b_KN)
     else:

@@ -11,8 +11,9 @@ from plain_attention import definition
 from torch import Tensor
 from torch.nn import functional as F
 
+from groupwise.ops import decoding
 from groupwise.ops.attention import Query, StreamAttention
-from groupwise.ops.cpu import decoding, kernels
+from groupwise.ops.cpu import kernels
 from groupwise.ops.cpu.library import absence
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs
 from groupwise.records import Layout
@@ -96,12 +97,12 @@ def test_attention_takes_any_steps_and_threads(threads) -> None:
     query, key, value = (part.transpose(0, 1)[None] for part in joined.split([4, 2, 2], 1))
     stretches = StreamAttention(layout).stretches.tensors
     threads(1)
-    out, lse = kernels.attention(query, key, value, *stretches, 0.2)
-    grads = kernels.attention_backward(out.contiguous(), query, key, value, out, lse, *stretches, 0.2)
+    out, lse = kernels.operations.attention(query, key, value, *stretches, 0.2)
+    grads = kernels.operations.attention_backward(out.contiguous(), query, key, value, out, lse, *stretches, 0.2)
     threads(2)
-    other, _ = kernels.attention(query.contiguous(), key.contiguous(), value.contiguous(), *stretches, 0.2)
+    other, _ = kernels.operations.attention(query.contiguous(), key.contiguous(), value.contiguous(), *stretches, 0.2)
     assert torch.equal(out, other)
-    again = kernels.attention_backward(out, query.contiguous(), key, value.contiguous(), out, lse, *stretches, 0.2)
+    again = kernels.operations.attention_backward(out, query.contiguous(), key, value.contiguous(), out, lse, *stretches, 0.2)
     assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
 
 
@@ -115,12 +116,12 @@ def test_attention_over_many_keys_and_of_wide_heads(dtype: torch.dtype, prompt: 
     query, key, value, grad = given_
     scale = 20 / width
     stretches = StreamAttention(layout).stretches.tensors
-    out, lse = kernels.attention(query, key, value, *stretches, scale)
+    out, lse = kernels.operations.attention(query, key, value, *stretches, scale)
     exact = [tensor.double().requires_grad_() for tensor in given_[:3]]
     expected = definition(layout, Query(0, *(x[0].transpose(0, 1) for x in exact), scale)).transpose(0, 1)[None]
     close(out, expected, dtype)
     expected.backward(grad.double())
-    found = kernels.attention_backward(grad, query, key, value, out, lse, *stretches, scale)
+    found = kernels.operations.attention_backward(grad, query, key, value, out, lse, *stretches, scale)
     for one, other in zip(found, exact, strict=True):
         close(one, other.grad, dtype)
 
@@ -135,8 +136,8 @@ def test_attention_depends_on_nothing_that_was_there_before(dtype: torch.dtype) 
     def everything(layout: Layout, tensors: Tensor) -> tuple[Tensor, ...]:
         stretches = StreamAttention(layout).stretches.tensors
         query, key, value, grad = tensors.unbind()
-        out, lse = kernels.attention(query, key, value, *stretches, 0.2)
-        return out, lse, *kernels.attention_backward(grad, query, key, value, out, lse, *stretches, 0.2)
+        out, lse = kernels.operations.attention(query, key, value, *stretches, 0.2)
+        return out, lse, *kernels.operations.attention_backward(grad, query, key, value, out, lse, *stretches, 0.2)
 
     before = everything(layout, streams)
     assert all(bool(torch.isnan(one).all()) for one in everything(longer, broken))
@@ -149,7 +150,7 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
     layout = layout_of([(0, [9, 9])], 0)
     query, key, value = (torch.randn(1, 1, 18, 16) for _ in range(3))
     key[0, 0, 3] = wrong
-    out, _ = kernels.attention(query, key, value, *StreamAttention(layout).stretches.tensors, 0.25)
+    out, _ = kernels.operations.attention(query, key, value, *StreamAttention(layout).stretches.tensors, 0.25)
     assert not bool(torch.isfinite(out[0, 0, 3:9]).all())
     assert bool(torch.isfinite(out[0, 0, 9:]).all()) and bool(torch.isfinite(out[0, 0, :3]).all())
 
@@ -252,9 +253,9 @@ def test_norms_are_the_definition(dtype: torch.dtype, out: torch.dtype) -> None:
     exact, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = F.rms_norm(exact, (48,), exact_weight, 1e-5)
     expected.backward(grad.double())
-    found, scale_T = kernels.rms_norm(x, weight, 1e-5, out)
+    found, scale_T = kernels.operations.rms_norm(x, weight, 1e-5, out)
     close(found, expected, out)
-    grad_x, grad_weight, copy = kernels.rms_norm_backward(grad, x, weight, scale_T)
+    grad_x, grad_weight, copy = kernels.operations.rms_norm_backward(grad, x, weight, scale_T)
     close(grad_x, exact.grad, dtype)
     close(grad_weight, exact_weight.grad, torch.float32)
     assert copy.dtype == out and (copy.numel() == 0) == (out == dtype)
@@ -269,14 +270,14 @@ def test_a_sum_and_its_norm_are_the_definition(dtype: torch.dtype, out: torch.dt
     x, add, more = (torch.randn(37, 48, generator=generator).to(kind) for kind in (dtype, out, dtype))
     weight, grad = torch.randn(48, generator=generator), torch.randn(37, 48, generator=generator).to(out)
     before = x.clone()
-    total, found, scale_T = kernels.rms_norm_of_sum(x, add, weight, 1e-5, out)
+    total, found, scale_T = kernels.operations.rms_norm_of_sum(x, add, weight, 1e-5, out)
     assert torch.equal(x, before)
     assert torch.equal(total, (x.float() + add.float()).to(dtype))
     exact = total.double().requires_grad_()
     expected = F.rms_norm(exact, (48,), weight.double(), 1e-5)
     close(found, expected, out)
     (expected * grad.double() + exact * more.double()).sum().backward()
-    grad_x, _, grad_add = kernels.rms_norm_backward(grad, total, weight, scale_T, more)
+    grad_x, _, grad_add = kernels.operations.rms_norm_backward(grad, total, weight, scale_T, more)
     close(grad_x, exact.grad, dtype)
     if out != dtype:
         close(grad_add, exact.grad, out)
@@ -287,11 +288,11 @@ def test_a_sum_and_its_norm_are_the_definition(dtype: torch.dtype, out: torch.dt
 def test_a_norm_behind_a_sum(dtype: torch.dtype) -> None:
     x, add, weight = torch.randn(5, 32), torch.randn(5, 32).to(dtype), torch.randn(32)
     total = x.double() + add.double()
-    found = kernels.add_rms_norm(x, add, weight, 1e-6, dtype)
+    found = kernels.operations.add_rms_norm(x, add, weight, 1e-6, dtype)
     close(x, total, torch.float32)
     close(found, F.rms_norm(total, (32,), weight.double(), 1e-6), dtype)
     before = x.clone()
-    close(kernels.add_rms_norm(x, None, weight, 1e-6, dtype), found, dtype)
+    close(kernels.operations.add_rms_norm(x, None, weight, 1e-6, dtype), found, dtype)
     assert torch.equal(x, before)
 
 
@@ -302,7 +303,7 @@ def test_a_sum_and_its_layer_norm_are_the_definition(added: bool, out: torch.dty
     add = torch.randn(7, 48).to(out) if added else None
     total = x if add is None else x + add
     expected = F.layer_norm(total.double(), (48,), weight.double(), bias.double(), 1e-5)
-    found = kernels.add_layer_norm(x, add, weight, 1e-5, bias, out)
+    found = kernels.operations.add_layer_norm(x, add, weight, 1e-5, bias, out)
     assert torch.equal(x, total)
     close(found, expected, out)
 
@@ -311,7 +312,7 @@ def test_a_sum_and_its_layer_norm_are_the_definition(added: bool, out: torch.dty
 def test_norms_of_heads_are_in_place_and_leave_what_lies_beside_them(dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, 4, 48).to(dtype), torch.randn(3, 48)
     before = x.clone()
-    kernels.head_norm(x[:, :3], weight, 1e-6)
+    kernels.operations.head_norm(x[:, :3], weight, 1e-6)
     close(x[:, :3], F.rms_norm(before[:, :3].double(), (48,), None, 1e-6) * weight.double(), dtype)
     assert torch.equal(x[:, 3], before[:, 3])
 
@@ -329,10 +330,10 @@ def test_turning_forward_and_back(dtype: torch.dtype) -> None:
 
     exact = heads.double().requires_grad_()
     expected = turned(exact)
-    close(kernels.rotary(heads, cos, sin), expected, dtype)
+    close(kernels.operations.rotary(heads, cos, sin), expected, dtype)
     grad = torch.randn(9, 3, 32).to(dtype)
     expected.backward(grad.double())
-    close(kernels.rotary(grad, cos, sin, -1.0), exact.grad, dtype)
+    close(kernels.operations.rotary(grad, cos, sin, -1.0), exact.grad, dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -341,11 +342,11 @@ def test_gates_and_their_gradients(dtype: torch.dtype) -> None:
     gate, up = joined.chunk(2, -1)
     exact_gate, exact_up = gate.double().requires_grad_(), up.double().requires_grad_()
     expected = F.silu(exact_gate) * exact_up
-    close(kernels.gated(gate, up), expected, dtype)
+    close(kernels.operations.gated(gate, up), expected, dtype)
     grad = torch.randn(11, 32).to(dtype)
     expected.backward(grad.double())
     grad = grad.clone()
-    inner, grad_up = kernels.gated_backward(grad, gate.contiguous(), up.contiguous())
+    inner, grad_up = kernels.operations.gated_backward(grad, gate.contiguous(), up.contiguous())
     close(inner, expected, dtype)
     close(grad_up, exact_up.grad, dtype)
     close(grad, exact_gate.grad, dtype)
@@ -358,7 +359,7 @@ def test_gelu_and_its_slope(dtype: torch.dtype) -> None:
     expected = F.gelu(exact, approximate="tanh")
     expected.backward(grad.double())
     grad = grad.clone()
-    for found in (kernels.gelu(x), kernels.gelu_backward(grad, x)):
+    for found in (kernels.operations.gelu(x), kernels.operations.gelu_backward(grad, x)):
         close(found, expected, dtype)
     close(grad, exact.grad, dtype)
 
@@ -366,17 +367,17 @@ def test_gelu_and_its_slope(dtype: torch.dtype) -> None:
 def test_the_exponential_from_end_to_end() -> None:
     """Seen through the gate, silu(x) / x = 1 / (1 + exp(-x)): exact where it is 0, 1/2 and 1, and never NaN between."""
     x = torch.from_numpy(np.linspace(-120, 120, 4096, dtype=np.float32))[None]
-    found = kernels.gated(x, torch.ones_like(x))
+    found = kernels.operations.gated(x, torch.ones_like(x))
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found.double(), F.silu(x.double()), rtol=1e-6, atol=1e-36)
-    nan = kernels.gated(torch.full((1, 16), torch.nan, dtype=torch.bfloat16), torch.ones(1, 16, dtype=torch.bfloat16))
+    nan = kernels.operations.gated(torch.full((1, 16), torch.nan, dtype=torch.bfloat16), torch.ones(1, 16, dtype=torch.bfloat16))
     assert torch.isnan(nan).all()
 
 
 def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
     x = torch.randn(64, 64) * torch.logspace(-30, 30, 64)
-    assert torch.equal(kernels.gated(torch.full_like(x, 1e4), x), x * 1e4)
-    out = kernels.add_rms_norm(torch.ones(64, 64), None, x[0], 0.0, torch.bfloat16)
+    assert torch.equal(kernels.operations.gated(torch.full_like(x, 1e4), x), x * 1e4)
+    out = kernels.operations.add_rms_norm(torch.ones(64, 64), None, x[0], 0.0, torch.bfloat16)
     assert torch.equal(out[0], x[0].to(torch.bfloat16))
 
 
@@ -389,7 +390,7 @@ def test_what_the_kernels_do_not_take() -> None:
     assert not kernels.fits(good, good.double())
     assert not kernels.fits(good.to("meta"))
     assert not kernels.fits(good, torch.zeros(2, 32))
-    assert kernels.fits(good, good.bfloat16()) and not kernels.fit_as_one(good, good.bfloat16())
+    assert kernels.fits(good, good.bfloat16()) and not kernels.worth_attention(1, good, good.bfloat16(), good)
 
 
 def test_attention_never_reads_one_type_as_another() -> None:
@@ -414,11 +415,11 @@ def test_the_default_type_of_new_tensors_changes_nothing() -> None:
     x = torch.randn(5, 16)
     query = torch.randn(1, 1, 18, 16)
     stretches = StreamAttention(layout_of([(0, [18])], 0)).stretches.tensors
-    _, expected = kernels.attention(query, query, query, *stretches, 0.25)
+    _, expected = kernels.operations.attention(query, query, query, *stretches, 0.25)
     try:
         torch.set_default_dtype(torch.float64)
-        _, lse = kernels.attention(query, query, query, *stretches, 0.25)
-        _, scale_T = kernels.rms_norm(x, torch.ones(16, dtype=torch.float32), 1e-5, torch.float32)
+        _, lse = kernels.operations.attention(query, query, query, *stretches, 0.25)
+        _, scale_T = kernels.operations.rms_norm(x, torch.ones(16, dtype=torch.float32), 1e-5, torch.float32)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(lse, expected)
@@ -450,9 +451,9 @@ def test_logits_are_read_and_turned_into_gradients(dtype: torch.dtype, width: in
     expected = logits_and_loss(raw, scale, target, in_logp, in_entropy)
     lse, logp, found_entropy = torch.zeros(3, 7)
     threads(2)
-    kernels.read_logits(raw, scale, target, lse, logp, found_entropy if entropy else None)
+    kernels.operations.read_logits(raw, scale, target, lse, logp, found_entropy if entropy else None)
     grad = raw.clone()
-    kernels.logits_gradient(grad, scale, target, lse, found_entropy, in_logp, in_entropy if entropy else None)
+    kernels.operations.logits_gradient(grad, scale, target, lse, found_entropy, in_logp, in_entropy if entropy else None)
     for found, exact in zip((lse, logp), expected, strict=False):
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
     if entropy:
@@ -460,7 +461,7 @@ def test_logits_are_read_and_turned_into_gradients(dtype: torch.dtype, width: in
     close(grad, expected[3], dtype)
     threads(1)
     alone = raw[3:4].clone()
-    kernels.logits_gradient(
+    kernels.operations.logits_gradient(
         alone, *(x[3:4].clone() for x in (scale, target, lse, found_entropy, in_logp)), in_entropy[3:4].clone() if entropy else None
     )
     assert torch.equal(alone[0], grad[3]), "a row's bits depend on its neighbours"
@@ -471,7 +472,7 @@ def test_logits_that_are_no_numbers_are_told(dtype: torch.dtype) -> None:
     raw = torch.zeros(3, 40, dtype=dtype)
     raw[0, 20], raw[1, 39], raw[2, 3] = torch.nan, torch.inf, -torch.inf
     lse, logp, entropy = torch.zeros(3, 3)
-    kernels.read_logits(raw, torch.ones(3), torch.tensor([0, 0, 1]), lse, logp, entropy)
+    kernels.operations.read_logits(raw, torch.ones(3), torch.tensor([0, 0, 1]), lse, logp, entropy)
     assert not torch.isfinite(logp[:2]).any()
     torch.testing.assert_close(logp[2], -torch.tensor(39.0).log())
     torch.testing.assert_close(entropy[2], torch.tensor(39.0).log())

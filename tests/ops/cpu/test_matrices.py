@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_calls import KernelCalls
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -68,7 +69,7 @@ def test_a_product_is_the_definition_for_every_size_order_and_type(
     exact = before + a.double() @ b.double()
     # A sum is rounded by the size of what is added, not by its own: terms that cancel leave the error that they brought.
     size = before.abs() + a.double().abs() @ b.double().abs()
-    kernels.gemm(a, b, out, bias_N=bias if start == "bias" else None, add=start == "sum")
+    kernels.operations.gemm(a, b, out, bias=bias if start == "bias" else None, add=start == "sum")
     assert ((out.double() - exact).abs() <= 8 * 2.0**-24 * size).all()
     assert (room[rows:] == 7.0).all() and (room[:, columns:] == 7.0).all(), "it wrote beside the result"
 
@@ -85,7 +86,7 @@ def test_float32_is_as_exact_as_torchs_own(depth: int, turned: tuple[bool, bool]
     b = matrix(depth, 300, turned[1])
     exact = a.double() @ b.double()
     found = torch.empty(200, 300)
-    kernels.gemm(a, b, found)
+    kernels.operations.gemm(a, b, found)
     rows = lambda x: ((x.double() - exact).norm(dim=1) / exact.norm(dim=1)).max()  # noqa: E731
     assert rows(found) <= 1.1 * rows(a @ b)
     assert rows(found) < 3.5e-7
@@ -97,7 +98,7 @@ def test_whole_numbers_are_multiplied_without_any_error() -> None:
     torch.manual_seed(0)
     a, b = torch.randint(-(2**15), 2**15, (130, 100)).float(), torch.randint(-1, 2, (100, 140)).float()
     found = torch.empty(130, 140)
-    kernels.gemm(a, b, found)
+    kernels.operations.gemm(a, b, found)
     assert torch.equal(found.double(), a.double() @ b.double())
 
 
@@ -108,7 +109,7 @@ def test_what_is_not_finite_stays_so_and_goes_nowhere_else(value: float, side: i
     a, b = torch.randn(130, 120), torch.randn(120, 140)
     (a, b)[side][17, 33] = value
     found = torch.empty(130, 140)
-    kernels.gemm(a, b, found)
+    kernels.operations.gemm(a, b, found)
     bad = torch.zeros(130, 140, dtype=torch.bool)
     bad[17 if side == 0 else slice(None), slice(None) if side == 0 else 33] = True
     assert not found[bad].isfinite().any() and found[~bad].isfinite().all()
@@ -121,7 +122,7 @@ def test_no_form_of_what_is_not_a_number_is_lost(bits: int, side: int) -> None:
     pair = torch.randn(130, 120), torch.randn(120, 140)
     pair[side].view(torch.int32)[17, 33] = bits
     found = torch.empty(130, 140)
-    kernels.gemm(*pair, found)
+    kernels.operations.gemm(*pair, found)
     assert (found[17] if side == 0 else found[:, 33]).isnan().all()
 
 
@@ -129,7 +130,7 @@ def test_no_form_of_what_is_not_a_number_is_lost(bits: int, side: int) -> None:
 def test_the_largest_and_the_smallest_numbers() -> None:
     for size in (2.0**127, 2.0**-100):
         a, found = size * (0.5 + torch.rand(128, 128)), torch.empty(128, 128)
-        kernels.gemm(a, torch.eye(128), found)
+        kernels.operations.gemm(a, torch.eye(128), found)
         torch.testing.assert_close(found, a, rtol=1.2e-7, atol=0)
 
 
@@ -146,10 +147,10 @@ def test_threads_and_rows_beside_change_no_bit(
     for count in (1, 2, 5):
         threads(count)
         found[count] = torch.empty(rows, columns)
-        kernels.gemm(a, b, found[count])
+        kernels.operations.gemm(a, b, found[count])
     assert torch.equal(found[1], found[2]) and torch.equal(found[1], found[5])
     part = torch.empty(50, columns)
-    kernels.gemm(a[37:87], b, part)
+    kernels.operations.gemm(a[37:87], b, part)
     assert torch.equal(part, found[1][37:87])
 
 
@@ -272,26 +273,24 @@ def test_a_linear_layer_refuses_inputs_of_another_width(layer: Any) -> None:
 @compiled
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
 def test_a_model_of_these_products_is_the_same_model(
-    family: str, tiny_policy: Callable, random_samples: Callable, monkeypatch
+    family: str, tiny_policy: Callable, random_samples: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every matrix by them, however small."""
     from groupwise.data.packing import pack
 
     policy = tiny_policy(family, hidden=128, scale=1.5)
     (batch,) = pack(random_samples(), 10_000)
-    found, calls, gemm = [], [], kernels.gemm
-    monkeypatch.setattr(kernels, "gemm", lambda *given, **named: calls.append(given) or gemm(*given, **named))
+    found = []
     for least in (1 << 30, 1):
         monkeypatch.setattr(kernels, "LEAST_SIDE", least)
-        assert not calls
         policy.model.zero_grad()
-        with fused_modules(policy.model), summed_in_place():
+        with fused_modules(policy.model), summed_in_place(), KernelCalls() as called:
             hidden = policy.forward(batch).hidden_PD
             hidden.backward(torch.linspace(-1, 1, hidden.numel()).view_as(hidden))
+        assert ("gemm" in called.names) == (least == 1)
         found.append((hidden.detach(), {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}))
     (plain, plain_gradients), (quick, quick_gradients) = found
     torch.testing.assert_close(quick, plain, rtol=1e-4, atol=1e-4)
-    assert calls
     assert quick_gradients.keys() == plain_gradients.keys()
     for name, expected in plain_gradients.items():
         assert error(quick_gradients[name], expected.double()) < 1e-4, name

@@ -18,7 +18,7 @@ from groupwise.environments.conversation import Reply
 from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.ops.attention import Query, Reach
-from groupwise.ops.cpu import decoding, kernels
+from groupwise.ops.cpu import kernels
 from groupwise.records import Episode, Finish, Prompt, Sampling, Turn
 from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.attention import Extend, Prefill
@@ -144,8 +144,7 @@ def test_to_ten_digits_in_float64(family, cut_to, tiny_policy, scripted_world):
 def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of, prompts_of, scripted_world, monkeypatch):
     """Heads as wide as a vector, so that the compiled kernels take them, and what takes their place."""
     if kernel == "torch":
-        for module in (kernels, decoding):
-            monkeypatch.setattr(module, "library", lambda: None)
+        monkeypatch.setattr(kernels, "library", lambda: None)
     options = {"n_embd": 64} if family == "gpt2" else {"hidden_size": 64, "head_dim": 16}
     options |= {"sliding_window": 6} if family == "mistral" else {}
     policy = policy_of(family, dtype=dtype, context=256, eos_ids=EOS, sharpness=1.0, **options)
@@ -159,8 +158,7 @@ def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_several_tokens_before_anybody_looks_as_on_a_gpu(family, policy_of, prompts_of, scripted_world, monkeypatch):
     """Rows draw behind their ends."""
-    for module in (kernels, decoding):
-        monkeypatch.setattr(module, "library", lambda: None)
+    monkeypatch.setattr(kernels, "library", lambda: None)
     monkeypatch.setitem(native.TOKENS_PER_SYNC, "cpu", native.TOKENS_PER_SYNC["cuda"])
     options = {"sliding_window": 6} if family == "mistral" else {}
     policy = policy_of(family, dtype=torch.float32, context=128, eos_ids=EOS, sharpness=2.0, **options)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from all_pairs import all_pairs
+from kernel_calls import KernelCalls
 from torch import nn
 from transformers.activations import NewGELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import EngineError
-from groupwise.ops.cpu import decoding
+from groupwise.ops import decoding
 from groupwise.ops.cpu.library import library
 from groupwise.ops.decoding import product
 from groupwise.records import Finish, Sampling
@@ -114,19 +115,18 @@ def test_one_call_for_many_tokens_is_the_kernels_one_by_one(family, precision, h
     policy = replace(policy, autocast=precision == "autocast")
     if not decoding.multiplies(torch.bfloat16 if policy.autocast else torch.float32):
         pytest.skip("no kernels")
-    found, called, call, before = [], [], decoding.call, torch.get_num_threads()
-    monkeypatch.setattr(decoding, "call", lambda name, *given: called.append(name) or call(name, *given))
+    found, before = [], torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for kernel, missing in (("decode_tokens", None), ("decode_attention", "_decoder")):
             if missing:
                 monkeypatch.setattr(SpecialisedForward, missing, lambda self: None)
-            called.clear()
-            groups = completions(NativeEngine(policy, max_rows=max_rows), prompts_of(5, 9, 1, 5), max_new_tokens=40, **options)
+            with KernelCalls() as called:
+                groups = completions(NativeEngine(policy, max_rows=max_rows), prompts_of(5, 9, 1, 5), max_new_tokens=40, **options)
             found.append(
                 {name: [(r.tokens.tolist(), r.behavior_logp.tolist(), r.finish) for r in group] for name, group in groups.items()}
             )
-            assert {name for name in called if name.startswith("decode")} == {kernel}
+            assert {name for name in called.names if name.startswith("decode")} == {kernel}
     finally:
         torch.set_num_threads(before)
     assert found[0] == found[1]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from groupwise.ops.cpu import decoding, kernels
+from groupwise.ops import decoding
+from groupwise.ops.cpu import kernels
 from groupwise.ops.cpu.library import absence
 from groupwise.rollout.native.kv_cache import KVCache, LayerCache
 

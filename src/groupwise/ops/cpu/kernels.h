@@ -1,5 +1,4 @@
-// The interface of the kernels: every structure and function that Python sees.  `interface.py` reads this file and makes ctypes' types
-// of it, and every .cpp file includes it, so that neither side can be called with what the other does not take.
+// What the kernels' files give one another: `bindings.cpp` makes operations of torch of it.
 //
 // half      1 if numbers are bfloat16, 0 if they are float32; pointers to such numbers are void
 // threads   how many may work at the same time

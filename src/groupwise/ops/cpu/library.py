@@ -1,7 +1,8 @@
 """The C++ files of this folder as a shared library: compiled once for a machine by its own compiler, kept in the user's cache.
 
-About ten seconds of one core for the first process that needs it.  Where there is no compiler, or `GROUPWISE_KERNELS=off` is set,
-there is no library, and whoever asks takes torch's operations instead: the same results to rounding, more slowly.
+About twelve seconds of one core for the first process that needs it.  A library that is loaded registers its kernels with torch
+(`bindings.cpp`).  Where there is no compiler, or `GROUPWISE_KERNELS=off` is set, there is no library, and whoever needs a kernel
+takes torch's operations instead: the same results to rounding, more slowly.
 """
 
 from __future__ import annotations
@@ -17,24 +18,23 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from groupwise.ops.cpu.interface import declare, explained, passed
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
 
 SOURCES = Path(__file__).parent
 SWITCH = "GROUPWISE_KERNELS"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=fast")
+TORCH = Path(torch.__file__).parent
+INTERFACE = ("-DTORCH_TARGET_VERSION=0x020b000000000000", f"-I{TORCH / 'include'}")
+"""Torch's stable interface as of version 2.11, the oldest that this library takes."""
 SEAL = ".xxh3"
 """Suffix of the file beside a compiled library that holds its digest."""
-SECONDS = 120
+SECONDS = 300
 """A compiler that takes longer hangs."""
 
 
@@ -61,46 +61,6 @@ def has_gemm() -> bool:
     return found is not None and bool(found.has_gemm())
 
 
-_only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
-
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Inside, `call` does nothing: what is computed has the right shapes and types, and no numbers."""
-    before = _only_shapes.set(True)
-    try:
-        yield
-    finally:
-        _only_shapes.reset(before)
-
-
-def only_shapes() -> bool:
-    """True inside `without_kernels`."""
-    return _only_shapes.get()
-
-
-def call(name: str, *arguments: Any) -> None:
-    """The kernel of this name.
-
-    Raises TypeError, which names the argument, for what `kernels.h` does not say, and RuntimeError where there are no kernels.
-    """
-    if _only_shapes.get():
-        return
-    found = library()
-    if found is None:
-        raise RuntimeError(f"there are no compiled kernels: {absence()}")
-    given = passed(name, arguments)
-    try:
-        getattr(found, name)(*given)
-    except (ctypes.ArgumentError, TypeError) as error:
-        raise TypeError(explained(name, arguments, error)) from None
-
-
-def half(tensor: Tensor) -> int:
-    """The type of a tensor's numbers as kernels are told it: 1 for bfloat16, 0 for float32."""
-    return int(tensor.dtype == torch.bfloat16)
-
-
 @cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     """The library that the first compiler makes whose work can be loaded; or what came of the one that is asked first."""
@@ -116,7 +76,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
             reasons.append(f"{compiler[0]} could not make them: {_told(error)}")
             continue
         try:
-            return declare(ctypes.CDLL(str(made))), None
+            return ctypes.CDLL(str(made)), None
         except OSError as error:  # on Linux clang's: its OpenMP is not the one that torch has loaded
             reasons.append(f"what {compiler[0]} made cannot be loaded ({error}): install g++, or delete that file if it is broken")
     if named := os.environ.get("CXX"):
@@ -156,9 +116,10 @@ def _compiled(compiler: list[str]) -> Path:
         return made
     with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as work:
         if not _whole(made):
-            _run([*compiler, *FLAGS, "-fopenmp", "-c", *map(str, sources)], work)
+            _run([*compiler, *FLAGS, *INTERFACE, "-fopenmp", "-c", *map(str, sources)], work)
             # Not linked to OpenMP: the one that torch has loaded serves both, so that no two pools of threads fight for the cores.
-            _run([*compiler, "-shared", *(f"{path.stem}.o" for path in sources), "-o", "made.so"], work)
+            objects = [f"{path.stem}.o" for path in sources]
+            _run([*compiler, "-shared", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", "made.so"], work)
             files.sync(Path(work) / "made.so")
             os.replace(Path(work) / "made.so", made)
             files.write(made.with_suffix(SEAL), files.digest(made).encode())

@@ -169,11 +169,9 @@ class SpecialisedForward:
         return column.view(-1, self.width, *column.shape[1:])[:, self.rotary.order_W].flatten(0, 1)
 
     def _norm(self, norm: Norm) -> decoding.Norm:
-        if norm.bias_D is None:
-            return self.operations.norm(norm.weight_D, norm.eps)
-        return self.operations.layer_norm(norm.weight_D, norm.bias_D, norm.eps)
+        return self.operations.norm(norm.weight_D, norm.eps, norm.bias_D)
 
-    def _head_norm(self, attention: Attention) -> Any:
+    def _head_norm(self, attention: Attention) -> decoding.Norm | None:
         if attention.head_norms is None:
             return None
         query, key = (describe(module) for module in attention.head_norms)
@@ -181,13 +179,14 @@ class SpecialisedForward:
         weight_HW = torch.cat([query.weight_D.expand(self.heads, -1), key.weight_D.expand(self.shared, -1)])
         if self.rotary is not None:
             weight_HW = weight_HW[:, self.rotary.order_W]
-        return self.operations.head_norm(weight_HW, query.eps)
+        return self.operations.norm(weight_HW, query.eps)
 
     def _decoder(self) -> decoding.Decoder | None:
         positions = self.rotary if self.position_PD is None else self.position_PD
-        assert positions is not None
+        if not self.operations.compiled or positions is None:
+            return None
         heads = (self.heads, self.shared, self.width)
-        return self.operations.decoder(self.layers, self.norm, self.head, self.embedding_VD, positions, heads)
+        return decoding.Decoder(self.layers, self.norm, self.head, self.embedding_VD, positions, heads)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """See `RolloutForward`."""
