@@ -472,7 +472,7 @@ cause and cure. `...` stands for what a message fills in. `--debug` shows the tr
 SIGNALS = """\
 | 130 | | Ctrl-C; the same command continues |
 | 128 + N | | signal N, for example 143 for SIGTERM; the same command continues |
-| 141 | | nobody reads the output any more (`| head`); the same command continues |
+| 141 | | nobody reads the output any more (a closed pipe); the same command continues |
 """
 
 
@@ -487,7 +487,7 @@ def errors_page() -> str:
         names = ", ".join(f"`{kind.__name__}`" for kind in classes if kind is not errors.GroupwiseError)
         says = " ".join(first_paragraph(kind) for kind in classes if kind is not errors.GroupwiseError)
         lines.append(f"| {code} | {names} | {cell(says)} |")
-    lines += [SIGNALS.replace("`| head`", "`\\| head`").rstrip()]
+    lines += [SIGNALS.rstrip()]
     sections = yaml.safe_load((DOCS / "errors.yaml").read_text(encoding="utf-8"))
     for title, rows in sections.items():
         lines += ["", f"## {title}", "", "| message | cause | cure |", "|---|---|---|"]
