@@ -6,7 +6,7 @@ from groupwise.config.settings import ScratchSettings
 from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.models.scratch import scratch_model
 
-FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gemma2", "mixtral"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_5", "gpt2", "gemma2", "mixtral"]
 
 
 def tiny(family: str = "llama", **changes):
@@ -20,7 +20,7 @@ def test_every_family_computes_with_its_shape_and_tied_embeddings(family):
     logits = model(input_ids=torch.arange(1, 9)[None]).logits
     assert logits.shape == (1, 8, 50)
     assert torch.isfinite(logits).all()
-    assert model.config.model_type == family
+    assert model.config.model_type == {"qwen3_5": "qwen3_5_text"}.get(family, family)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert model.config.max_position_embeddings == 64
     assert next(model.parameters()).dtype == torch.float32
@@ -33,7 +33,7 @@ def test_training_mode_and_evaluation_mode_agree(family):
         assert torch.equal(model.train()(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_5", "gemma2", "mixtral"])
 def test_grouped_key_value_heads(family):
     assert tiny(family, kv_heads=2).config.num_key_value_heads == 2
 

@@ -78,8 +78,8 @@ ControlTokens = Literal["warn", "plain", "drop", "error"]
 class ScratchSettings:
     """A small model with random weights, for tasks that need no pretrained one."""
 
-    family: Literal["llama", "qwen2", "qwen3", "gpt2", "gemma2", "mixtral"] = "llama"
-    """Architecture."""
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_5", "gpt2", "gemma2", "mixtral"] = "llama"
+    """Architecture.  Of `qwen3_5` every fourth block, and the last, has attention; the others are gated DeltaNets."""
     hidden: Positive = 128
     """Width of the residual stream."""
     layers: Positive = 2

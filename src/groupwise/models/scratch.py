@@ -76,6 +76,16 @@ def _qwen3(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfi
     return Qwen3Config(**_rotary(settings), head_dim=settings.hidden // settings.heads, **common)
 
 
+def _qwen3_5(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Qwen3_5TextConfig
+
+    width, last = settings.hidden // settings.heads, settings.layers - 1
+    kinds = ["full_attention" if i % 4 == 3 or i == last else "linear_attention" for i in range(settings.layers)]
+    states = {f"linear_num_{part}_heads": settings.heads for part in ("key", "value")}
+    states |= {f"linear_{part}_head_dim": width for part in ("key", "value")}
+    return Qwen3_5TextConfig(**_rotary(settings), **states, head_dim=width, layer_types=kinds, **common)
+
+
 def _gemma2(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
     from transformers import Gemma2Config
 
@@ -102,6 +112,7 @@ _FAMILIES: dict[str, Callable[[ScratchSettings, dict[str, Any]], PretrainedConfi
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_5": _qwen3_5,
     "gpt2": _gpt2,
     "gemma2": _gemma2,
     "mixtral": _mixtral,
