@@ -97,13 +97,10 @@ def algorithm_pages() -> dict[str, str]:
 
 
 def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
-    """One preset: what it is, its equation, its recipe, a step in numbers, and what its paper and others say."""
+    """One preset: what it is, its equation, its recipe, and what its paper and others say."""
     source = f" Paper: [{row.paper}](https://arxiv.org/abs/{row.paper})." if row.paper else ""
     lines = [f"# {row.name}", "", row.summary + source, "", "```text", f"loss = {row.equation}", "```", ""]
-    lines += [
-        "[Symbols](../algorithms.md#notation) and [parts](../algorithms.md#the-parts) are explained once for all algorithms.",
-        "",
-    ]
+    lines += ["What the [symbols](../algorithms.md#notation) and the [parts](../algorithms.md#the-parts) mean.", ""]
     lines += ["## When to choose it", "", notes["choose"], "", "## Recipe", ""]
     changed = from_grpo(row)
     taught = ["teacher: {path: Qwen/Qwen3-8B}"] if row.needs_teacher else []
@@ -114,42 +111,16 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
         group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
         lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), *taught, "```"]
     lines += ["", "Its parts: " + ", ".join(f"{key} `{describe(part)}`" for key, part in parts_of(row).items()) + "."]
-    if row.name != "grpo":
+    if row.name != "grpo" and not changed:
         named = [f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items()]
         lines += ["", "Differs from [`grpo`](grpo.md) in: " + ", ".join(named) + "."]
-    lines += ["", *numbers(row)]
+    if row.divergence is None:  # whole distributions do not fit a table of tokens
+        lines += ["", f"One step in numbers: `groupwise explain --preset {row.name}`."]
+    lines += [""]
     lines += ["## Measured", "", notes["measured"].rstrip(), ""] if "measured" in notes else []
     lines += ["## Settings of its paper", "", notes["paper"], ""]
     lines += ["## Elsewhere", "", notes["peers"] if notes["peers"] != "-" else "No other implementation is known here.", ""]
     return "\n".join(lines) + "\n"
-
-
-def numbers(row: Algorithm) -> list[str]:
-    """One group under the row, by the functions that training calls: advantages, weights and the gradient of the first pass."""
-    if row.divergence is not None:
-        return []  # whole distributions do not fit a table of tokens
-    found = work(preset=row.name)
-    rewards = found.group.reward
-    lines = [
-        "## One step in numbers",
-        "",
-        f"`groupwise explain --preset {row.name}` in short: one group, the first pass over it.",
-        "",
-    ]
-    lines += ["| completion | reward | tokens | advantage | weight of a token | d loss / d l |", "|---|---|---|---|---|---|"]
-    end = 0
-    for i, sample in enumerate(found.samples):
-        start, end = end, end + sample.completion.size
-        columns = (sample.advantage, sample.weight, found.passes[0].gradient[start:end])
-        cells = [str(i + 1), f"{rewards[i]:g}", str(end - start), *(spread(np.asarray(values)) for values in columns)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", "A negative gradient raises the token's log-prob.", ""]
-
-
-def spread(values: np.ndarray) -> str:
-    """One number if all are equal, else the smallest and the largest."""
-    low, high = (f"{value:+.4f}" if abs(value) >= 5e-5 else "0" for value in (values.min(), values.max()))
-    return low if low == high else f"{low} to {high}"
 
 
 def metrics_page() -> str:
@@ -423,8 +394,7 @@ overrides a [setting](settings.md). Every command also takes `--debug`, which sh
 def commands_page() -> str:
     """Every command with its arguments and examples, as its parser has them."""
     _, commands = parsers(list(COMMANDS))
-    lines = [COMMANDS_INTRO, "| command | what it does |", "|---|---|"]
-    lines += [f"| [`{name}`](#{name}) | {cell(text)} |" for name, text in COMMANDS.items()]
+    lines = [COMMANDS_INTRO.rstrip()]
     for name, text in COMMANDS.items():
         lines += ["", f"## {name}", "", f"{text[0].upper()}{text[1:]}.", "", "```text", usage(name, commands[name]), "```", ""]
         rows = [argument_row(action) for action in commands[name]._actions if action.dest not in ("help", "debug")]
