@@ -3,7 +3,7 @@
     python benchmarks/transcripts.py
 
 `_shop.py` is a file in the style of TRL's documentation of `environment_factory`.  It goes unchanged to TRL's GRPOTrainer and to
-`gw.train`, with the same model, which knows its part by heart (`_memorised.py`).  The table goes to docs/environments.md.
+`gw.train`, with the same model, which knows its part by heart (`_memorised.py`).  The table goes to benchmarks/episodes.md.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main() -> None:
                 print(f"  {side:9s} {one['pieces']}")
     print("\n".join(lines))
     save("transcripts", {"episodes": found})
-    page = HERE.parent / "docs" / "environments.md"
+    page = HERE / "episodes.md"
     text = page.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
     if rest:
