@@ -52,7 +52,7 @@ def from_trl(
 
     args: a GRPOConfig, RLOOConfig, SFTConfig, RewardConfig or DPOConfig.
     model: a checkpoint's folder or hub name, or a loaded transformers model, which comes with its tokenizer (`processing_class`).
-    trainer: what else the trainer is given: `reward_funcs`, `train_dataset`, `eval_dataset`, `tools`, `environment_factory`,
+    trainer: what else the trainer takes: `reward_funcs`, `train_dataset`, `eval_dataset`, `tools`, `environment_factory`,
     `peft_config` (a LoraConfig) and so on.   fresh, accept_changes: as in `train`.
 
     What Groupwise does not have is said as a warning; `summary` says what became of every argument.
@@ -62,28 +62,28 @@ def from_trl(
     if kind is None:
         raise ConfigError(f"args is one of TRL's {', '.join(KINDS)}; got an object of {type(args).__name__}")
     loaded = model is not None and not isinstance(model, str | os.PathLike)
-    values, given = _values(args), _changed(args)
+    values, arguments = _values(args), _changed(args)
     lines: list[Line] = []
     for name, value in {**trainer, "processing_class": None if loaded else processing_class}.items():
         if value is None or value == (None, None):
             continue
         if name in CONVERTED:
-            given[name] = _functions(value) if name in ("reward_funcs", "tools") else value
+            arguments[name] = _functions(value) if name in ("reward_funcs", "tools") else value
         elif name == "peft_config":
-            given |= _adapter(value, lines)
+            arguments |= _adapter(value, lines)
         else:
             row = TABLE.get(name)
             lines.append(Line(name, str(value), row.fate if row else None, row.says if row else "no argument of TRL's trainers"))
     if model is not None:
-        given["model_name_or_path"] = model if loaded else os.fspath(model)
+        arguments["model_name_or_path"] = model if loaded else os.fspath(model)
         values["dtype"] = _plain(getattr(model, "dtype", "float32"))
-    rows: Any = given.get("train_dataset")
+    rows: Any = arguments.get("train_dataset")
     for name in ("train_dataset", "eval_dataset"):
-        if name in given and not isinstance(given[name], str):
-            given[name] = _Rows(given[name])
+        if name in arguments and not isinstance(arguments[name], str):
+            arguments[name] = _Rows(arguments[name])
     trl = Configuration(
         kind=kind,
-        given=given,
+        arguments=arguments,
         values=values,
         devices=int(getattr(args, "world_size", 1)) * max(1, int(getattr(args, "n_gpu", 1))),
         rows=len(rows) if hasattr(rows, "__len__") and not isinstance(rows, str) else None,
@@ -114,13 +114,13 @@ class _Rows:
 def _adapter(config: Any, lines: list[Line]) -> dict[str, Any]:
     """The arguments of a LoraConfig under the names of TRL's ModelConfig; adds lines for those that there are none for."""
     values = _values(config)
-    found = {"use_peft": True} | {ours: values[name] for name, ours in LORA.items() if values.get(name) is not None}
-    if isinstance(targets := found.get("lora_target_modules"), set):
-        found["lora_target_modules"] = sorted(targets)
+    adapter = {"use_peft": True} | {ours: values[name] for name, ours in LORA.items() if values.get(name) is not None}
+    if isinstance(targets := adapter.get("lora_target_modules"), set):
+        adapter["lora_target_modules"] = sorted(targets)
     for name, value in _changed(config).items():
         if name not in LORA and name not in NO_MATTER:
             lines.append(Line(f"peft_config.{name}", str(value), "missing", "an adapter has rank, alpha and targets"))
-    return found
+    return adapter
 
 
 NO_MATTER = ("task_type", "peft_type", "inference_mode", "peft_version", "base_model_name_or_path", "auto_mapping")

@@ -1,7 +1,7 @@
 """A configuration of TRL as a recipe: read line by line, and of every line it is said what becomes of it.
 
-    found = import_trl("grpo.yaml")         # YAML, JSON, a script with GRPOConfig(...) in it, or a shell script that starts TRL
-    print(found.render())                   # the recipe, each key with the argument that it is from
+    imported = import_trl("grpo.yaml")       # YAML, JSON, a script with GRPOConfig(...) in it, or a shell script that starts TRL
+    print(imported.render())                # the recipe, each key with the argument that it is from
 
 What the file says is read by `trl_files.py`, which runs nothing.  TRL's defaults that differ from ours are written into the recipe,
 so that it means what the configuration meant.
@@ -42,7 +42,7 @@ class Imported:
     kind: str
     """TRL's class."""
     lines: tuple[Line, ...]
-    """Every argument that was given, in its order."""
+    """Every argument that the user wrote, in its order."""
     keys: Mapping[str, Any]
     """The recipe: dotted key -> value."""
     comments: Mapping[str, str]
@@ -113,10 +113,10 @@ def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     try:
-        name, given, unread = read_arguments(text, file, kind)
-        if isinstance(processes := given.get("num_processes"), int) and processes > 0 and file.suffix in SHELL_SCRIPTS:
+        name, arguments, unread = read_arguments(text, file, kind)
+        if isinstance(processes := arguments.get("num_processes"), int) and processes > 0 and file.suffix in SHELL_SCRIPTS:
             devices = processes
-        return translated(Configuration(kind=name, given=given, devices=devices, file=file), unread)
+        return translated(Configuration(kind=name, arguments=arguments, devices=devices, file=file), unread)
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:  # a value of another type than TRL has there
         raise ConfigError(f"{file}: a value in it is none that TRL takes ({type(error).__name__}: {error})") from error
 
@@ -131,10 +131,10 @@ def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
     for outcome in _outcomes(trl):
         match outcome:
             case Write(key, value, names, says):
-                given = [name for name in names if name in trl.given]
-                source = ", ".join(given) or f"{DEFAULT} {names[0]}"
+                sources = [name for name in names if name in trl.arguments]
+                source = ", ".join(sources) or f"{DEFAULT} {names[0]}"
                 keys[key], comments[key] = value, f"{source}: {says}" if says else source
-                for name in given:
+                for name in sources:
                     written.setdefault(name, []).append(key)
             case Note():
                 notes[outcome.name] = outcome
@@ -161,7 +161,7 @@ def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
     return Imported(
         source=str(trl.file or trl.kind),
         kind=trl.kind,
-        lines=(*(line(name, value) for name, value in trl.given.items()), *unread),
+        lines=(*(line(name, value) for name, value in trl.arguments.items()), *unread),
         keys={key: keys[key] for key in sorted(keys, key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))},
         comments=comments,
         needed=tuple(needed),
@@ -174,8 +174,8 @@ def _outcomes(trl: Configuration) -> Iterator[Write | Note | Need]:
     for name, row in TABLE.items():
         convert = row.convert
         if isinstance(convert, Value):
-            value = trl.get(name) if convert.always else trl.given.get(name)
-            if (convert.always or name in trl.given) and convert.when(value) and _has(trl.kind, str(row.key)):
+            value = trl.get(name) if convert.always else trl.arguments.get(name)
+            if (convert.always or name in trl.arguments) and convert.when(value) and _has(trl.kind, str(row.key)):
                 yield Write(str(row.key), convert.kind(value), (name,))
         elif convert is not None and convert not in done:
             done.add(convert)

@@ -30,9 +30,9 @@ class Live(str):
     value: Any
 
     def __new__(cls, name: str, value: Any) -> Self:
-        found = super().__new__(cls, LIVE + name)
-        found.value = value
-        return found
+        live = super().__new__(cls, LIVE + name)
+        live.value = value
+        return live
 
     def __deepcopy__(self, memo: object) -> Self:
         """The same object: copies of a recipe share what its names hold."""
@@ -45,17 +45,17 @@ class Live(str):
 
 def missing(name: str, key: str) -> ConfigError:
     """The error for a name without its object.  key: where the recipe has it."""
-    given = key.partition(".")[0]
+    keyword = key.partition(".")[0]
     return ConfigError(
         f"{key} {name!r} stands for an object of the program that began this run, and no file holds it: run that program again, or "
-        f"call gw.train with the same object as {given}=..."
+        f"call gw.train with the same object as {keyword}=..."
     )
 
 
 def short_digest(parts: Iterable[bytes]) -> str:
     """Eight hexadecimal digits that tell contents apart."""
-    found = hashlib.blake2b(digest_size=4)
+    digest = hashlib.blake2b(digest_size=4)
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

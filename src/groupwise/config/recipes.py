@@ -59,8 +59,7 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Re
     stage keeps coming from there, and so do data; data that a stage names itself must be overridden in that stage.
     Raises ConfigError with every mistake of the first round that has one.
     """
-    file = find_recipe(path)
-    return parse_stages(_read(file), str(path) if Path(path).is_file() else file.name, overrides)
+    return parse_stages(*_read(path), overrides)
 
 
 def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
@@ -102,8 +101,8 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
         texts = [text for _, text in _placed("", document.values)]
         earlier = [text.removeprefix(STAGE).partition(":")[0] for text in texts if text.startswith(STAGE)]
     elif base is not None:
-        file, name = find_recipe(base), str(base)
-        document, problems = parse(_read(file), name if Path(base).is_file() else file.name)
+        text, name = _read(base)
+        document, problems = parse(text, name)
         if not isinstance(document.values, dict):
             raise ConfigError(f"{name}: a recipe is a mapping of keys to values, got {schema.show(document.values)}")
         if "stages" in document.values:
@@ -179,9 +178,11 @@ def demand_objects(recipe: Recipe) -> None:
             raise missing(text, key)
 
 
-def _read(file: Path) -> str:
+def _read(path: str | Path) -> tuple[str, str]:
+    """The text of a recipe file, and what its lines are called in messages."""
+    file = find_recipe(path)
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8"), str(path) if Path(path).is_file() else file.name
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {file}: {error}") from error
 
@@ -231,14 +232,13 @@ def with_lines(path: str | Path, overrides: Sequence[str] = (), stage: str | Non
     try:
         yield
     except GroupwiseError as error:
-        found = error.found if isinstance(error, Problems) else (error,) if error.key else ()
-        if not found:
+        problems = error.found if isinstance(error, Problems) else (error,) if error.key else ()
+        if not problems:
             raise
-        file = find_recipe(path)
-        name = str(path) if Path(path).is_file() else file.name
-        documents = stage_documents(parse(_read(file), name)[0], read_overrides(overrides, []), [])
+        text, name = _read(path)
+        documents = stage_documents(parse(text, name)[0], read_overrides(overrides, []), [])
         document = documents.get(stage or "") or next(iter(documents.values()))
-        error.args = (_listed(name, [Problem(document.place(_path(one.key)).where, str(one)) for one in found]),)
+        error.args = (_listed(name, [Problem(document.place(_path(one.key)).where, str(one)) for one in problems]),)
         raise
 
 
@@ -397,13 +397,13 @@ def changes(old: str, new: Recipe) -> list[str]:
 
 def _completed(values: Mapping[str, Any], section: type) -> dict[str, Any]:
     """The keys of a section with the defaults of those that a file lacks, because an earlier version has written it."""
-    found = dict(values)
+    completed = dict(values)
     for name, setting in schema.fields_of(section).items():
-        if name not in found and setting.default is not dataclasses.MISSING:
-            found[name] = dataclasses.asdict(setting.default) if dataclasses.is_dataclass(setting.default) else setting.default  # type: ignore[arg-type]
-        elif setting.section is not None and isinstance(found.get(name), Mapping):
-            found[name] = _completed(found[name], setting.section)
-    return json.loads(json.dumps(found))
+        if name not in completed and setting.default is not dataclasses.MISSING:
+            completed[name] = dataclasses.asdict(setting.default) if dataclasses.is_dataclass(setting.default) else setting.default  # type: ignore[arg-type]
+        elif setting.section is not None and isinstance(completed.get(name), Mapping):
+            completed[name] = _completed(completed[name], setting.section)
+    return json.loads(json.dumps(completed))
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

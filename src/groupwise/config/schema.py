@@ -127,29 +127,29 @@ def expected(hint: Any) -> str:
 @cache
 def _meanings() -> dict[tuple[str, str], str]:
     """(class, field) -> the text below the field in settings.py; (class, "") -> the class's docstring."""
-    found: dict[tuple[str, str], str] = {}
+    meanings: dict[tuple[str, str], str] = {}
     tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
     for part in tree.body:
         if not isinstance(part, ast.ClassDef):
             continue
-        found[part.name, ""] = ast.get_docstring(part) or ""
+        meanings[part.name, ""] = ast.get_docstring(part) or ""
         for line, below in zip(part.body, part.body[1:], strict=False):
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(below, ast.Expr):
                 text = below.value.value if isinstance(below.value, ast.Constant) else ""
-                found[part.name, line.target.id] = " ".join(str(text).split())
-    return found
+                meanings[part.name, line.target.id] = " ".join(str(text).split())
+    return meanings
 
 
 def fields_of(section: type) -> dict[str, Setting]:
     """The keys of one section, by their own (not dotted) names."""
     hints = typing.get_type_hints(section, include_extras=True)
-    found = {}
+    fields = {}
     for field in dataclasses.fields(section):
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         inner = _dataclass_in(hints[field.name])
         meaning = _meanings().get((section.__name__, field.name)) or (_meanings()[inner.__name__, ""] if inner else "")
-        found[field.name] = Setting(field.name, hints[field.name], default, " ".join(meaning.split()))
-    return found
+        fields[field.name] = Setting(field.name, hints[field.name], default, " ".join(meaning.split()))
+    return fields
 
 
 @cache

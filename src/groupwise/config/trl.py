@@ -77,9 +77,9 @@ STEPS = "counts optimizer steps; ours counts rollouts, each of group.updates_per
 TABLE: dict[str, Argument] = {
     # ------------------------------------------------------------ ModelConfig, ScriptArguments, arguments of trainers
     "model_name_or_path": _same("model.path", by.to_model_path),
-    "model_revision": _missing("the newest revision is loaded; download another one and give its folder", by.to_revision),
+    "model_revision": _missing("the newest revision is loaded; download another one and give its folder", by.to_nothing),
     "attn_implementation": _changed(
-        "model.attention", "shared, packed or single; the kernel is chosen by the device", by.to_attention
+        "model.attention", "shared, packed or single; the kernel is chosen by the device", by.to_nothing
     ),
     "dataset_config": _changed("data.path", "NAME:CONFIG", by.to_data_path),
     "dataset_name": _same("data.path", by.to_data_path),
@@ -152,7 +152,7 @@ TABLE: dict[str, Argument] = {
     "max_steps": _changed("steps", STEPS, by.to_length),
     "neftune_noise_alpha": _missing("embeddings are trained without noise"),
     "num_train_epochs": _changed("epochs", "of online objectives steps: epochs x rows / group.prompts_per_step", by.to_length),
-    "optim": _unneeded("the optimizer is AdamW with float32 state", by.to_optimizer),
+    "optim": _unneeded("the optimizer is AdamW with float32 state", by.to_nothing),
     "optim_args": _unneeded("the optimizer is AdamW with float32 state"),
     "optim_target_modules": _missing("the optimizer is AdamW with float32 state"),
     "output_dir": _changed("name", "the run folder is runs/NAME", by.to_folder_name),
@@ -164,7 +164,9 @@ TABLE: dict[str, Argument] = {
     ),
     "remove_unused_columns": _unneeded("every column of the data reaches the reward functions that ask for it"),
     "report_to": _changed(
-        "save.report_to", "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written", by.to_dashboards
+        "save.report_to",
+        "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written",
+        Value(by.boards, lambda report: bool(by.boards(report))),
     ),
     "restore_callback_states_from_checkpoint": _unneeded("there are no callbacks"),
     "resume_from_checkpoint": _unneeded("the same command resumes the run"),
@@ -236,7 +238,7 @@ TABLE: dict[str, Argument] = {
     "ref_model_mixup_alpha": _same("group.reference_mix", by.to_moving_reference),
     "ref_model_sync_steps": _changed("group.reference_refresh", f"with sync_ref_model; {STEPS}", by.to_moving_reference),
     "repetition_penalty": _missing(
-        "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`", by.to_penalty
+        "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`", by.to_nothing
     ),
     "reward_funcs": _changed("rewards", "a list of {function: ..., weight: ...}", by.to_rewards),
     "reward_model_name_or_path": _changed("rewards", "{function: model, args: {path: ...}}", by.to_rewards),

@@ -141,8 +141,8 @@ class Configuration:
     """The arguments of one of TRL's classes and of what goes with it."""
 
     kind: str
-    given: Mapping[str, Any]
-    """What was said, by name."""
+    arguments: Mapping[str, Any]
+    """What the user wrote, by name."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Of a configuration object: every argument's value."""
     devices: int = 1
@@ -159,22 +159,22 @@ class Configuration:
     def get(self, name: str) -> Any:
         """An argument's value; where it is not given, the object's, else TRL's default."""
         own = OWN_DEFAULTS[self.kind]
-        return self.given[name] if name in self.given else self.values.get(name, own.get(name, DEFAULTS.get(name)))
+        return self.arguments[name] if name in self.arguments else self.values.get(name, own.get(name, DEFAULTS.get(name)))
 
-    def said(self, name: str, default: Any = None) -> Any:
+    def explicit(self, name: str, default: Any = None) -> Any:
         """The same without TRL's defaults."""
-        return self.given[name] if name in self.given else self.values.get(name, default)
+        return self.arguments[name] if name in self.arguments else self.values.get(name, default)
 
     @property
     def completions(self) -> int:
         """Completions of one rollout."""
         rows, pieces = self.rows_per_pass, int(self.get("gradient_accumulation_steps"))
-        return int(self.said("generation_batch_size") or rows * int(self.said("steps_per_generation") or pieces))
+        return int(self.explicit("generation_batch_size") or rows * int(self.explicit("steps_per_generation") or pieces))
 
     @property
     def rows_per_pass(self) -> int:
         """Rows, or completions, of one forward pass on all devices."""
-        return int(self.get("per_device_train_batch_size") or self.said("per_gpu_train_batch_size", 8)) * self.devices
+        return int(self.get("per_device_train_batch_size") or self.explicit("per_gpu_train_batch_size", 8)) * self.devices
 
     @property
     def prompts(self) -> int:
@@ -185,9 +185,9 @@ class Configuration:
     def passes(self) -> tuple[int, int]:
         """Forward passes over one rollout, and how many of them an optimizer step takes."""
         pieces = int(self.get("gradient_accumulation_steps"))
-        if self.said("generation_batch_size"):
+        if self.explicit("generation_batch_size"):
             return max(1, self.completions // self.rows_per_pass), pieces
-        return int(self.said("steps_per_generation") or pieces), pieces
+        return int(self.explicit("steps_per_generation") or pieces), pieces
 
     @property
     def minibatches(self) -> int:
@@ -280,10 +280,10 @@ class Value(NamedTuple):
 
 def to_folder_name(trl: Configuration, _: str) -> Outcomes:
     """`name`."""
-    given = "output_dir" if trl.given.get("output_dir") else "run_name"
-    folder = trl.given.get(given)
+    source = "output_dir" if trl.arguments.get("output_dir") else "run_name"
+    folder = trl.arguments.get(source)
     if isinstance(folder, str) and (name := re.sub(r"[^\w.+-]+", "-", Path(folder).name).strip("-.")):
-        yield Write("name", name, (given,))
+        yield Write("name", name, (source,))
 
 
 # ---------------------------------------------------------------- the model
@@ -291,7 +291,7 @@ def to_folder_name(trl: Configuration, _: str) -> Outcomes:
 
 def to_model_path(trl: Configuration, _: str) -> Outcomes:
     """`model.path`."""
-    model = trl.given.get("model_name_or_path")
+    model = trl.arguments.get("model_name_or_path")
     if model is not None and not isinstance(model, Named):
         yield Write("model.path", model, ("model_name_or_path",))
     else:
@@ -299,22 +299,28 @@ def to_model_path(trl: Configuration, _: str) -> Outcomes:
         yield Need("model.path: a checkpoint's folder or hub name")
 
 
-def to_revision(trl: Configuration, name: str) -> Outcomes:
-    """What becomes of a revision that is the newest."""
-    if trl.given.get(name) == "main":
-        yield Note(name, "unneeded", "main is the newest")
+def to_nothing(trl: Configuration, _: str) -> Outcomes:
+    """What becomes of arguments that no key is written for, where the value decides."""
+    yield Note("attn_implementation", "unneeded", "the device chooses the kernel; attention is packed")
+    if trl.arguments.get("model_revision") == "main":
+        yield Note("model_revision", "unneeded", "main is the newest")
+    if trl.arguments.get("repetition_penalty") == 1.0:
+        yield Note("repetition_penalty", "unneeded", "1 is none")
+    if (kind := str(trl.arguments.get("optim", "adamw_torch"))) not in ADAMW:
+        fate: Fate = "changed" if kind.startswith(("adamw", "paged_adamw")) else "missing"
+        yield Note("optim", fate, f"{kind}: AdamW with float32 state takes its place")
 
 
-def to_attention(_: Configuration, name: str) -> Outcomes:
-    """What becomes of an implementation of attention."""
-    yield Note(name, "unneeded", "the device chooses the kernel; attention is packed")
+def boards(report: Any) -> list[str]:
+    """The dashboards of `report_to` that there are."""
+    return [board for board in (report if isinstance(report, list) else [report]) if board in DASHBOARDS]
 
 
 def to_model_dtype(trl: Configuration, _: str) -> Outcomes:
     """`model.dtype`, of the weights' type and of the products'."""
-    options = trl.given.get("model_init_kwargs")
+    options = trl.arguments.get("model_init_kwargs")
     own = options.get("dtype", options.get("torch_dtype")) if isinstance(options, Mapping) else None
-    named = next((name for name in ("dtype", "torch_dtype") if name in trl.given), None)
+    named = next((name for name in ("dtype", "torch_dtype") if name in trl.arguments), None)
     dtype = str(own or trl.get(named or "dtype")).removeprefix("torch.")
     half = bool(trl.get("fp16")) or trl.get("bf16") is not False
     wanted = "bfloat16" if dtype == "bfloat16" else "autocast" if half or dtype == "float16" else "float32"
@@ -322,7 +328,7 @@ def to_model_dtype(trl: Configuration, _: str) -> Outcomes:
     yield Write("model.dtype", wanted, (source,))
     if named is not None and wanted == "autocast":
         yield Note(named, "changed", "float32 weights with bf16: model.dtype: autocast")
-    if "bf16" in trl.given and wanted == "bfloat16":
+    if "bf16" in trl.arguments and wanted == "bfloat16":
         yield Note("bf16", "unneeded", "the weights themselves are bfloat16")
     if dtype == "float16":
         says = "model.dtype: autocast: float32 weights and bfloat16 products; there is no float16"
@@ -331,17 +337,17 @@ def to_model_dtype(trl: Configuration, _: str) -> Outcomes:
 
 def to_checkpointing(trl: Configuration, _: str) -> Outcomes:
     """`model.gradient_checkpointing`."""
-    name = "gradient_checkpointing" if trl.said("activation_checkpointing") is None else "activation_checkpointing"
+    name = "gradient_checkpointing" if trl.explicit("activation_checkpointing") is None else "activation_checkpointing"
     yield Write("model.gradient_checkpointing", bool(trl.get(name)), (name,))
 
 
 def to_lora(trl: Configuration, _: str) -> Outcomes:
     """`model.lora`."""
-    if not trl.given.get("use_peft"):
+    if not trl.arguments.get("use_peft"):
         return
-    targets = trl.given.get("lora_target_modules")
-    rank, alpha = int(trl.given.get("lora_r", 16)), float(trl.given.get("lora_alpha", 32))
-    alpha *= math.sqrt(rank) if trl.given.get("use_rslora") else 1.0
+    targets = trl.arguments.get("lora_target_modules")
+    rank, alpha = int(trl.arguments.get("lora_r", 16)), float(trl.arguments.get("lora_alpha", 32))
+    alpha *= math.sqrt(rank) if trl.arguments.get("use_rslora") else 1.0
     adapter: dict[str, Any] = {"rank": rank, "alpha": int(alpha) if alpha.is_integer() else alpha}
     adapter["targets"] = "all-linear" if targets in (None, "all-linear") else targets
     yield Write("model.lora", adapter, ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora"))
@@ -353,21 +359,21 @@ def to_lora(trl: Configuration, _: str) -> Outcomes:
 
 def to_parallel(trl: Configuration, _: str) -> Outcomes:
     """`parallel`, of a configuration of DeepSpeed, FSDP or accelerate, or of the file that is named."""
-    option = next((name for name in ("deepspeed", "fsdp", "config_file") if trl.given.get(name)), None)
+    option = next((name for name in ("deepspeed", "fsdp", "config_file") if trl.arguments.get(name)), None)
     if option is None:
         return
-    value = trl.given[option]
+    value = trl.arguments[option]
     if isinstance(value, str):
         files = (trl.file.parent / value, Path(value)) if trl.file is not None else (Path(value),)
         if (file := next((one for one in files if one.is_file()), None)) is not None:
             value = mapping_of(file.read_text(encoding="utf-8"), file)
-    both = {option: value} | ({"fsdp_config": trl.given["fsdp_config"]} if trl.given.get("fsdp_config") else {})
+    both = {option: value} | ({"fsdp_config": trl.arguments["fsdp_config"]} if trl.arguments.get("fsdp_config") else {})
     yield Write("parallel", parallel_of(both), tuple(both))
 
 
-def parallel_of(given: object) -> str | dict[str, Any]:
+def parallel_of(launcher: object) -> str | dict[str, Any]:
     """`parallel` for a configuration of DeepSpeed, of FSDP, or of accelerate, or for the name of its file."""
-    text = json.dumps(given, default=str).lower()
+    text = json.dumps(launcher, default=str).lower()
     whole = "fsdp" in text and not re.search(r"grad_op|fsdp_reshard_after_forward\": false", text)
     name = "zero3"
     if not whole and not re.search(r'zero_?3|stage_?3|stage": 3|full_shard', text):
@@ -384,8 +390,8 @@ OFFLOADED = re.compile(r'offload\w*": (\{[^{}]*"device": )?("cpu"|"nvme"|true)|f
 
 def to_data_path(trl: Configuration, _: str) -> Outcomes:
     """`data.path` and `data.eval_path` with their splits."""
-    name, config = trl.given.get("dataset_name", trl.given.get("train_dataset")), trl.given.get("dataset_config")
-    split, part = trl.given.get("dataset_train_split") or "train", trl.given.get("dataset_test_split") or "test"
+    name, config = trl.arguments.get("dataset_name", trl.arguments.get("train_dataset")), trl.arguments.get("dataset_config")
+    split, part = trl.arguments.get("dataset_train_split") or "train", trl.arguments.get("dataset_test_split") or "test"
     if name is None:
         yield Need("data.path: a file or hub name")
     else:
@@ -393,9 +399,9 @@ def to_data_path(trl: Configuration, _: str) -> Outcomes:
         yield Write("data.path", name, ("dataset_name", "dataset_config", "train_dataset"))
         if split != "train":
             yield Write("data.split", split, ("dataset_train_split",))
-    strategy = trl.given.get("evaluation_strategy") or trl.get("eval_strategy")
+    strategy = trl.arguments.get("evaluation_strategy") or trl.get("eval_strategy")
     if trl.file is None or trl.file.suffix == ".py":  # rows are handed over
-        held = trl.given.get("eval_dataset_name", trl.given.get("eval_dataset"))
+        held = trl.arguments.get("eval_dataset_name", trl.arguments.get("eval_dataset"))
         yield Note("eval_dataset_name", "same", "data.eval_path")
     else:  # TRL's command takes another split of the same data set
         held = name if strategy not in ("no", None) else None
@@ -411,20 +417,20 @@ def to_data_path(trl: Configuration, _: str) -> Outcomes:
 
 def to_system_prompt(trl: Configuration, name: str) -> Outcomes:
     """`data.system`; strings become chat messages."""
-    if isinstance(system := trl.given.get(name), str):
+    if isinstance(system := trl.arguments.get(name), str):
         yield Write("data.chat", True, (name,), "strings become messages of the user")
         yield Write("data.system", system, (name,))
 
 
 def to_shuffle(trl: Configuration, name: str) -> Outcomes:
     """`data.shuffle`, whose default is TRL's but in SFT."""
-    if trl.kind == "SFTConfig" or trl.said(name) is False:
+    if trl.kind == "SFTConfig" or trl.explicit(name) is False:
         yield Write("data.shuffle", bool(trl.get(name)), (name,))
 
 
 def to_prompt_length(trl: Configuration, name: str) -> Outcomes:
     """`data.max_prompt_tokens`."""
-    if isinstance(limit := trl.given.get(name), int) and trl.online:
+    if isinstance(limit := trl.arguments.get(name), int) and trl.online:
         yield Write("data.max_prompt_tokens", limit, (name,))
         yield Write("data.too_long", "truncate_left", (name,), "TRL keeps the end of a longer prompt")
 
@@ -434,7 +440,7 @@ def to_prompt_length(trl: Configuration, name: str) -> Outcomes:
 
 def to_schedule(trl: Configuration, _: str) -> Outcomes:
     """`optimizer.schedule` and `optimizer.min_lr_ratio`."""
-    kind, options = str(trl.get("lr_scheduler_type")), trl.given.get("lr_scheduler_kwargs")
+    kind, options = str(trl.get("lr_scheduler_type")), trl.arguments.get("lr_scheduler_kwargs")
     if kind in SCHEDULES:
         yield Write("optimizer.schedule", SCHEDULES[kind], ("lr_scheduler_type",))
     else:
@@ -453,18 +459,10 @@ def to_schedule(trl: Configuration, _: str) -> Outcomes:
 def to_betas(trl: Configuration, _: str) -> Outcomes:
     """`optimizer.betas`."""
     names = ("adam_beta1", "adam_beta2")
-    if any(name in trl.given for name in names):
+    if any(name in trl.arguments for name in names):
         yield Write(
-            "optimizer.betas", [float(trl.given.get(name, own)) for name, own in zip(names, (0.9, 0.999), strict=True)], names
+            "optimizer.betas", [float(trl.arguments.get(name, own)) for name, own in zip(names, (0.9, 0.999), strict=True)], names
         )
-
-
-def to_optimizer(trl: Configuration, name: str) -> Outcomes:
-    """What an optimizer other than AdamW becomes."""
-    kind = str(trl.given.get(name, "adamw_torch"))
-    if kind not in ADAMW:
-        fate: Fate = "changed" if kind.startswith(("adamw", "paged_adamw")) else "missing"
-        yield Note(name, fate, f"{kind}: AdamW with float32 state takes its place")
 
 
 def to_batch(trl: Configuration, _: str) -> Outcomes:
@@ -509,8 +507,8 @@ def to_length(trl: Configuration, _: str) -> Outcomes:
 
 def to_warm_up(trl: Configuration, _: str) -> Outcomes:
     """`optimizer.warmup_steps`, of a number or of a share."""
-    name = "warmup_ratio" if trl.given.get("warmup_ratio") else "warmup_steps"
-    warmup = trl.given.get(name)
+    name = "warmup_ratio" if trl.arguments.get("warmup_ratio") else "warmup_steps"
+    warmup = trl.arguments.get(name)
     if not warmup:
         return
     if warmup >= 1:
@@ -526,9 +524,9 @@ def to_warm_up(trl: Configuration, _: str) -> Outcomes:
 def to_evaluation(trl: Configuration, _: str) -> Outcomes:
     """`eval.at_start` and `eval.every`."""
     yield Write("eval.at_start", bool(trl.get("eval_on_start")), ("eval_on_start",))
-    if (trl.given.get("evaluation_strategy") or trl.get("eval_strategy")) != "steps":
+    if (trl.arguments.get("evaluation_strategy") or trl.get("eval_strategy")) != "steps":
         return
-    every = trl.our_steps(trl.said("eval_steps", trl.said("logging_steps", 10)), trl.steps)  # as often as TRL logs
+    every = trl.our_steps(trl.explicit("eval_steps", trl.explicit("logging_steps", 10)), trl.steps)  # as often as TRL logs
     if every is not None:
         yield Write("eval.every", every, ("eval_steps", "eval_strategy", "evaluation_strategy"))
     else:
@@ -548,19 +546,11 @@ def to_saving(trl: Configuration, _: str) -> Outcomes:
 
 def to_checkpoints(trl: Configuration, name: str) -> Outcomes:
     """`save.keep`."""
-    keep = trl.given.get(name)
+    keep = trl.arguments.get(name)
     if isinstance(keep, int) and not isinstance(keep, bool):
         yield Write("save.keep", max(2, keep), (name,), "at least 2" if keep < 2 else "")
         if keep < 2:
             yield Note(name, "changed", "save.keep is at least 2: the newest is verified before older ones go")
-
-
-def to_dashboards(trl: Configuration, name: str) -> Outcomes:
-    """`save.report_to`."""
-    report = trl.given.get(name)
-    boards = [board for board in (report if isinstance(report, list) else [report]) if board in DASHBOARDS]
-    if boards:
-        yield Write("save.report_to", boards, (name,))
 
 
 # ---------------------------------------------------------------- what is learnt
@@ -628,7 +618,7 @@ def to_kl(trl: Configuration, _: str) -> Outcomes:
 
 def to_moving_reference(trl: Configuration, _: str) -> Outcomes:
     """`group.reference_refresh` and `group.reference_mix`."""
-    if not trl.given.get("sync_ref_model"):
+    if not trl.arguments.get("sync_ref_model"):
         return
     if trl.kind == "DPOConfig":
         yield Note("sync_ref_model", "missing", "the reference of pairs does not move")
@@ -641,25 +631,25 @@ def to_moving_reference(trl: Configuration, _: str) -> Outcomes:
 def to_entropy(trl: Configuration, _: str) -> Outcomes:
     """`group.entropy_bonus`, constant or adaptive."""
     adaptive = ("entropy_target", "entropy_coef_max", "entropy_coef_delta")
-    if trl.given.get("use_adaptive_entropy"):
+    if trl.arguments.get("use_adaptive_entropy"):
         for name, key in zip(adaptive, ("target", "bonus", "step"), strict=True):
             yield Write(f"group.entropy_{key}", float(trl.get(name)), (name, "use_adaptive_entropy"))
         yield Note("entropy_coef", "changed", "an adaptive coefficient begins at 0")
         return
     for name in (*adaptive, "entropy_coef_min", "use_adaptive_entropy"):
         yield Note(name, "unneeded", "of use_adaptive_entropy, which is off")
-    if trl.given.get("entropy_coef"):
-        yield Write("group.entropy_bonus", float(trl.given["entropy_coef"]), ("entropy_coef",))
+    if trl.arguments.get("entropy_coef"):
+        yield Write("group.entropy_bonus", float(trl.arguments["entropy_coef"]), ("entropy_coef",))
 
 
 def to_surrogate(trl: Configuration, _: str) -> Outcomes:
     """`group.surrogate`, where its bounds are not the preset's."""
-    preset, low, high, delta = preset_of(trl), trl.get("epsilon"), trl.said("epsilon_high"), trl.said("delta")
+    preset, low, high, delta = preset_of(trl), trl.get("epsilon"), trl.explicit("epsilon_high"), trl.explicit("delta")
     if preset == "cispo":
         if high is not None:
             yield Write("group.surrogate", {"name": "cispo", "cap": float(high)}, ("epsilon_high",))
     elif preset in SURROGATES:
-        keywords = {ours: float(trl.given[theirs]) for ours, theirs in SURROGATES[preset].items() if theirs in trl.given}
+        keywords = {ours: float(trl.arguments[theirs]) for ours, theirs in SURROGATES[preset].items() if theirs in trl.arguments}
         if keywords:
             yield Write("group.surrogate", {"name": preset, **keywords}, tuple(SURROGATES[preset].values()))
     elif trl.online and (preset == "luspo" or (low, high, delta) != (0.2, None, None)):
@@ -671,15 +661,9 @@ def to_surrogate(trl: Configuration, _: str) -> Outcomes:
 # ---------------------------------------------------------------- sampling
 
 
-def to_penalty(trl: Configuration, name: str) -> Outcomes:
-    """A repetition penalty of 1."""
-    if trl.given.get(name, 1.0) == 1.0:
-        yield Note(name, "unneeded", "1 is none")
-
-
 def to_generation(trl: Configuration, name: str) -> Outcomes:
     """`rollout.stop`."""
-    options = trl.given.get(name)
+    options = trl.arguments.get(name)
     if isinstance(options, Mapping) and options.get("stop"):
         stop = options["stop"]
         yield Write("rollout.stop", [stop] if isinstance(stop, str) else list(stop), (name,))
@@ -687,9 +671,9 @@ def to_generation(trl: Configuration, name: str) -> Outcomes:
 
 def to_engine(trl: Configuration, _: str) -> Outcomes:
     """`rollout.engine`."""
-    if not trl.given.get("use_vllm"):
+    if not trl.arguments.get("use_vllm"):
         return
-    url, device = trl.said("vllm_server_base_url"), trl.said("vllm_device")
+    url, device = trl.explicit("vllm_server_base_url"), trl.explicit("vllm_device")
     vllm: dict[str, Any] = {"name": "vllm"}
     if url is not None:
         vllm["servers"] = [str(url)]
@@ -700,14 +684,14 @@ def to_engine(trl: Configuration, _: str) -> Outcomes:
         vllm["servers"] = [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{trl.get('vllm_server_port')}"]
     if not trl.get("vllm_importance_sampling_correction"):
         vllm["correct"] = None
-    elif trl.values or any(name.startswith("vllm_importance_sampling") for name in trl.given):
+    elif trl.values or any(name.startswith("vllm_importance_sampling") for name in trl.arguments):
         level, _, mode = str(trl.get("vllm_importance_sampling_mode")).partition("_")
-        high = trl.said("vllm_importance_sampling_cap") or trl.get("vllm_importance_sampling_clip_max")
-        low = trl.said("vllm_importance_sampling_clip_min")
+        high = trl.explicit("vllm_importance_sampling_cap") or trl.get("vllm_importance_sampling_clip_max")
+        low = trl.explicit("vllm_importance_sampling_clip_min")
         vllm["correct"] = {"level": "token" if level == "token" else "sequence_sum", "mode": mode or "mask"}
         vllm["correct"] |= {name: float(bound) for name, bound in (("high", high), ("low", low)) if bound is not None}
     names = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_device")
-    yield Write("rollout.engine", vllm, (*names, *(name for name in trl.given if name.startswith("vllm_importance"))))
+    yield Write("rollout.engine", vllm, (*names, *(name for name in trl.arguments if name.startswith("vllm_importance"))))
 
 
 # ---------------------------------------------------------------- rewards, tools, environments
@@ -717,15 +701,15 @@ def to_rewards(trl: Configuration, _: str) -> Outcomes:
     """`rewards`, with their weights."""
     if not trl.online:
         return
-    functions = trl.given.get("reward_funcs")
+    functions = trl.arguments.get("reward_funcs")
     functions = list(functions) if isinstance(functions, list | tuple) else [functions] if functions is not None else []
-    if isinstance(judge := trl.given.get("reward_model_name_or_path"), str):
+    if isinstance(judge := trl.arguments.get("reward_model_name_or_path"), str):
         functions.insert(0, RewardModel(judge))  # TRL's scripts put it before the functions
     if not functions:
         yield Need("rewards: a list of {function: module:function or file.py:function, weight: ...}")
         yield Note("reward_weights", "changed", "rewards.N.weight, one in each entry of rewards")
         return
-    weights = trl.said("reward_weights")
+    weights = trl.explicit("reward_weights")
     entries: list[dict[str, Any]] = []
     guessed: list[str] = []
     for place, function in enumerate(functions):
@@ -755,7 +739,7 @@ def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
         name = getattr(function, "__name__", "")
         return {"function": _built_in(str(getattr(function, "__module__", "")), name) or function}
     if function in OVERLONG:
-        most, cache = trl.given.get("max_completion_len", 1280), trl.given.get("soft_punish_cache", 256)
+        most, cache = trl.arguments.get("max_completion_len", 1280), trl.arguments.get("soft_punish_cache", 256)
         return {"function": "soft_overlong", "args": {"max_tokens": int(most), "cache": int(cache)}}
     if function in REWARD_NAMES or function in REWARDS or ":" in function:  # a name of TRL's registry, not of a script
         return {"function": REWARD_NAMES.get(function, function)}
@@ -784,7 +768,7 @@ def _moved(file: str, function: Named) -> Need:
 
 def to_environment(trl: Configuration, _: str) -> Outcomes:
     """`environment.tools`, `environment.factory` and `environment.max_turns`."""
-    tools, factory = trl.given.get("tools"), trl.given.get("environment_factory")
+    tools, factory = trl.arguments.get("tools"), trl.arguments.get("environment_factory")
     factory = factory[0] if isinstance(factory, list) and factory else factory
     for file, functions in (("tools", tools or ()), ("environment", (factory,))):
         for function in functions:
@@ -794,7 +778,7 @@ def to_environment(trl: Configuration, _: str) -> Outcomes:
         yield Write("environment.tools", [_named("tools", tool) for tool in tools], ("tools",))
     if factory:
         yield Write("environment.factory", _named("environment", factory), ("environment_factory",))
-    turns, name = trl.said("max_tool_calling_iterations"), "max_tool_calling_iterations"
+    turns, name = trl.explicit("max_tool_calling_iterations"), "max_tool_calling_iterations"
     if turns and (tools or factory):
         yield Write("environment.max_turns", int(turns) + 1, (name,), "turns, one more than rounds")
     elif turns:

@@ -38,20 +38,20 @@ def read_arguments(text: str, file: Path, kind: str | None) -> tuple[str, dict[s
         return read_script(text, file, kind)
     if file.suffix in SHELL_SCRIPTS:
         return _of_command(text, file, kind)
-    given = mapping_of(text, file)
-    return kind or _kind_of(given, file), given, []
+    arguments = mapping_of(text, file)
+    return kind or _kind_of(arguments, file), arguments, []
 
 
-def _kind_of(given: Mapping[str, Any], file: Path) -> str:
-    if "distributed_type" in given or "zero_optimization" in given:
-        processes, parallel = given.get("num_processes"), parallel_of(given)
+def _kind_of(arguments: Mapping[str, Any], file: Path) -> str:
+    if "distributed_type" in arguments or "zero_optimization" in arguments:
+        processes, parallel = arguments.get("num_processes"), parallel_of(arguments)
         start = f" and start it with `groupwise train RECIPE --nproc {processes}`" if isinstance(processes, int) else ""
         raise ConfigError(
             f"{file} says how the weights are sharded, not what is trained: import the arguments of the trainer, "
             f"write `parallel: {flow(parallel)}` into the recipe{start}"
         )
     for kind, names in TELLING.items():
-        if any(name in given for name in names):
+        if any(name in arguments for name in names):
             return kind
     raise ConfigError(
         f"{file}: none of its arguments tells which class it is for; say it: groupwise recipes import-trl {file} --as GRPOConfig"
@@ -80,24 +80,24 @@ def _of_command(text: str, file: Path, kind: str | None) -> tuple[str, dict[str,
     if len(started) != 1:
         raise ConfigError(f"{file} starts {len(started)} scripts with arguments, and one is needed: keep it in a file of its own")
     words, place = started[0]
-    words = [re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), word) for word in words]
+    words = [re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), word) for word in words]
     launcher = {name: value for name, value in _options(words[:place]).items() if name in LAUNCHER}
-    given = _options(words[place + 1 :])
+    arguments = _options(words[place + 1 :])
     program = Path(words[place]).stem
-    kind = kind or next((found for name, found in COMMANDS.items() if name in re.split(r"[^a-z]+", program)), None)
-    if (config := given.pop("config", None)) is not None:
+    kind = kind or next((one for name, one in COMMANDS.items() if name in re.split(r"[^a-z]+", program)), None)
+    if (config := arguments.pop("config", None)) is not None:
         known = next((path for path in (file.parent / str(config), Path(str(config))) if path.is_file()), None)
         if known is None:
             raise ConfigError(f"{file}: no such file {str(config)!r}, which --config names")
-        given = mapping_of(known.read_text(encoding="utf-8"), known) | given
-    given = launcher | given
+        arguments = mapping_of(known.read_text(encoding="utf-8"), known) | arguments
+    arguments = launcher | arguments
     unread = [
         Line(name, value, None, "a variable of the shell: say it in the recipe")
-        for name, value in given.items()
+        for name, value in arguments.items()
         if "$" in str(value)
     ]
-    given = {name: value for name, value in given.items() if "$" not in str(value)}
-    return kind or _kind_of(given, file), given, unread
+    arguments = {name: value for name, value in arguments.items() if "$" not in str(value)}
+    return kind or _kind_of(arguments, file), arguments, unread
 
 
 def _program(words: Sequence[str]) -> int | None:
@@ -112,16 +112,16 @@ def _program(words: Sequence[str]) -> int | None:
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
     """Arguments as transformers' parser has them: `--name value`, `--name=value`, several values, or none for true."""
-    found: dict[str, list[Any]] = {}
+    options: dict[str, list[Any]] = {}
     name = None
     for word in itertools.takewhile(lambda word: not SHELL.fullmatch(word), words):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            found[name] = [_plain(value)] if equals else []
+            options[name] = [_plain(value)] if equals else []
         elif name is not None:
-            found[name].append(_plain(word))
-    return {name: True if not values else values[0] if len(values) == 1 else values for name, values in found.items()}
+            options[name].append(_plain(word))
+    return {name: True if not values else values[0] if len(values) == 1 else values for name, values in options.items()}
 
 
 def _plain(word: str) -> Any:

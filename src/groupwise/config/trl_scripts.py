@@ -70,8 +70,8 @@ class _Script:
             target.id: node.value for node in assigned if isinstance(target := node.targets[0], ast.Name) and names[target.id] == 1
         }
         """Names that are assigned once in the whole script, and what to."""
-        self.own = {node.name for node in tree.body if isinstance(node, DEFINITIONS)}
-        self.inner = {node.name for node in nodes if isinstance(node, DEFINITIONS)} - self.own
+        self.definitions = {node.name for node in tree.body if isinstance(node, DEFINITIONS)}
+        self.nested = {node.name for node in nodes if isinstance(node, DEFINITIONS)} - self.definitions
         self.imported: dict[str, tuple[str, str]] = {}
         """Local name -> module and the name in it; the name is empty for a module."""
         for node in nodes:
@@ -83,7 +83,7 @@ class _Script:
                 module = "." * node.level + (node.module or "")
                 self.imported |= {one.asname or one.name: (module, one.name) for one in node.names}
         self.trains = _trains_when_imported(tree)
-        self.given: dict[str, Any] = {}
+        self.known: dict[str, Any] = {}
         self.lines: list[Line] = []
 
     def arguments(self, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
@@ -104,7 +104,7 @@ class _Script:
             if keyword.arg is not None:
                 self.read(keyword.arg, keyword.value)
             elif isinstance(value, dict):  # **{...}
-                self.given |= value
+                self.known |= value
             else:
                 says = "arguments that are not known: say them in the recipe"
                 self.lines.append(Line(OPEN, ast.unparse(keyword.value), None, says))
@@ -113,7 +113,7 @@ class _Script:
             if called(other) == trainer:
                 self._trainer(name, other)
             elif called(other) in ADAPTERS:
-                self.given.setdefault("use_peft", True)
+                self.known.setdefault("use_peft", True)
                 for keyword in other.keywords:
                     if keyword.arg in LORA:
                         self.read(LORA[keyword.arg], keyword.value)
@@ -121,13 +121,13 @@ class _Script:
                 values = ", ".join(map(ast.unparse, (*other.args, *(keyword.value for keyword in other.keywords))))
                 if called(other) != "train" or values:
                     self._line(f"{called(other)}()", values, CALLS, called(other), "not known")
-        return name, self.given, self.lines
+        return name, self.known, self.lines
 
     def read(self, name: str, node: ast.expr) -> None:
         """Adds an argument to what is given, or to the lines if its value is not known."""
         value = self._objects(node) if name in OBJECTS else self.value(node)
         if value is not UNKNOWN:
-            self.given[name] = value
+            self.known[name] = value
         else:
             self.lines.append(Line(name, ast.unparse(node), None, "an expression: say it in the recipe"))
 
@@ -163,13 +163,13 @@ class _Script:
             return self.read("model_name_or_path", node)
         if (path := self.value(loaded.args[0])) is UNKNOWN:
             return self.read("model_name_or_path", node)
-        self.given.setdefault("model_name_or_path", path)
+        self.known.setdefault("model_name_or_path", path)
         for keyword in loaded.keywords:
             if keyword.arg == "quantization_config":
                 self._line(keyword.arg, ast.unparse(keyword.value), TABLE, "load_in_4bit", "")
             elif keyword.arg in ("dtype", "torch_dtype", "attn_implementation", "trust_remote_code"):
                 value = self.value(keyword.value)
-                self.given |= {} if value is UNKNOWN or keyword.arg in self.given else {keyword.arg: value}
+                self.known |= {} if value is UNKNOWN or keyword.arg in self.known else {keyword.arg: value}
         return None
 
     def _dataset(self, which: str, node: ast.expr) -> None:
@@ -193,7 +193,7 @@ class _Script:
             "eval_dataset": ("eval_dataset_name", "dataset_test_split", "data.eval_path"),
         }[which]
         if isinstance(path, str):
-            self.given |= {ours: path} | ({theirs: split} if split else {})
+            self.known |= {ours: path} | ({theirs: split} if split else {})
         else:
             says = f"rows that the script makes: write them with dataset.to_json(...), and give the file as {key}"
             self.lines.append(Line(which, ast.unparse(node), None, says))
@@ -203,7 +203,7 @@ class _Script:
     def followed(self, node: ast.expr) -> ast.expr:
         """What a name stands for."""
         seen = set()
-        while isinstance(node, ast.Name) and node.id in self.constants and node.id not in seen | self.own:
+        while isinstance(node, ast.Name) and node.id in self.constants and node.id not in seen | self.definitions:
             seen.add(node.id)
             node = self.constants[node.id]
         return node
@@ -255,9 +255,9 @@ class _Script:
     def _named(self, node: ast.expr) -> Named | None:
         """A function or a class by its name; None for what is no name, or one that nothing in the script has."""
         *inside, name = ast.unparse(node).split(".") if isinstance(node, ast.Name | ast.Attribute) else [""]
-        if not inside and name in self.own:
+        if not inside and name in self.definitions:
             return Named(name, shown_path(self.file), f"{self.file.name} would train when it is imported" if self.trains else "")
-        if not inside and name in self.inner:
+        if not inside and name in self.nested:
             return Named(name, shown_path(self.file), f"in {self.file.name} it stands inside of a function or a class")
         if (root := inside[0] if inside else name) not in self.imported:
             return None

@@ -203,8 +203,8 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield (at + "kv_heads", at + "heads"), message
     prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
     if is_online(recipe.objective) and prompt + new > scratch.context:
-        asked = "a prompt of 1 token" if recipe.data.max_prompt_tokens is None else f"data.max_prompt_tokens ({prompt})"
-        words = f"{asked} + rollout.max_new_tokens ({new})"
+        longest = "a prompt of 1 token" if recipe.data.max_prompt_tokens is None else f"data.max_prompt_tokens ({prompt})"
+        words = f"{longest} + rollout.max_new_tokens ({new})"
         keys = ("rollout.max_new_tokens", "data.max_prompt_tokens", at + "context")
         yield keys, f"{words} is {prompt + new}, more than model.scratch.context ({scratch.context})"
     kind = scratch.tokenizer
@@ -304,8 +304,8 @@ def _wrong_template(template: str) -> str | None:
 
 def _scored(recipe: Recipe) -> bool:
     """True if completions have a reward: of a function, or perhaps of what answers the policy."""
-    given = recipe.environment
-    return bool(recipe.rewards or given.asks or given.factory or given.reasoning_gym or given.openenv)
+    environment = recipe.environment
+    return bool(recipe.rewards or environment.asks or environment.factory or environment.reasoning_gym or environment.openenv)
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
@@ -363,60 +363,66 @@ def _wrong_name(function: str, kind: str = "function") -> str | None:
 
 
 def _environment(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
-    given, at = recipe.environment, "environment"
-    for place, tool in enumerate(given.tools):
+    environment, at = recipe.environment, "environment"
+    for place, tool in enumerate(environment.tools):
         if wrong := _wrong_name(tool):
             yield (f"{at}.tools.{place}", f"{at}.tools"), f"{at}.tools.{place}: {wrong}"
-    names = [tool.rpartition(":")[2] for tool in given.tools]
+    names = [tool.rpartition(":")[2] for tool in environment.tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         yield (f"{at}.tools",), f"{at}.tools: two tools are called {twice!r}; the policy tells them apart by name"
-    factories = given.factory if isinstance(given.factory, Mapping) else {} if given.factory is None else {"": given.factory}
-    if isinstance(given.factory, Mapping) and not given.factory:
+    factories = (
+        environment.factory
+        if isinstance(environment.factory, Mapping)
+        else {}
+        if environment.factory is None
+        else {"": environment.factory}
+    )
+    if isinstance(environment.factory, Mapping) and not environment.factory:
         yield (f"{at}.factory",), f"{at}.factory names no environment: write {{name: file.py:Class}}"
     for name, one in factories.items():
         key = f"{at}.factory.{name}" if name else f"{at}.factory"
         if wrong := _wrong_name(one, "Class"):
             yield (key, f"{at}.factory"), f"{key}: {wrong}"
-    if given.talks and recipe.objective in DATASET and recipe.objective != "sft":
+    if environment.talks and recipe.objective in DATASET and recipe.objective != "sft":
         yield (
             (at, "objective"),
             f"{at}: {recipe.objective!r} samples no conversations and shows no tools: leave it out of this stage",
         )
-    bringing = [name for name in ("tools", "factory", "openenv", "harness", "verifiers") if getattr(given, name)]
+    bringing = [name for name in ("tools", "factory", "openenv", "harness", "verifiers") if getattr(environment, name)]
     if len(bringing) > 1 and bringing != ["tools", "factory"]:
         named = " and ".join(f"{at}.{name}" for name in bringing)
         yield tuple(f"{at}.{name}" for name in bringing), f"{named}: who answers the policy is one of them"
-    if given.asks and not is_online(recipe.objective):
+    if environment.asks and not is_online(recipe.objective):
         key = f"{at}.{bringing[-1]}"
         yield (key, "objective"), f"{key}: {recipe.objective!r} samples no episodes: leave it out of this stage"
     path = recipe.data.path
-    if given.verifiers is not None and (recipe.data.task is not None or (path is not None and not path.startswith(LIVE))):
+    if environment.verifiers is not None and (recipe.data.task is not None or (path is not None and not path.startswith(LIVE))):
         message = f"{at}.verifiers brings its own rows: leave data.path and data.task out"
         yield (f"{at}.verifiers", "data.path", "data.task"), message
-    if isinstance(given.harness, tuple) and not given.harness[0]:
-        yield (f"{at}.harness",), f"{at}.harness: a program has a name, [python, agent.py]; got {show(given.harness)}"
-    if isinstance(given.harness, str) and given.harness != "outside" and (wrong := _wrong_name(given.harness)):
+    if isinstance(environment.harness, tuple) and not environment.harness[0]:
+        yield (f"{at}.harness",), f"{at}.harness: a program has a name, [python, agent.py]; got {show(environment.harness)}"
+    if isinstance(environment.harness, str) and environment.harness != "outside" and (wrong := _wrong_name(environment.harness)):
         yield (f"{at}.harness",), f"{at}.harness: {wrong}; or write `outside`, or a program as a list, [python, agent.py]"
-    if not re.fullmatch(r"([^\s:]+|\[[0-9a-fA-F:]+\]):\d{1,5}", given.listen) or _has_wrong_port(f"//{given.listen}"):
-        yield (f"{at}.listen",), f"{at}.listen is written ADDRESS:PORT, with a port of at most 65535; got {given.listen!r}"
-    if given.reasoning_gym is not None and not is_online(recipe.objective):
+    if not re.fullmatch(r"([^\s:]+|\[[0-9a-fA-F:]+\]):\d{1,5}", environment.listen) or _has_wrong_port(f"//{environment.listen}"):
+        yield (f"{at}.listen",), f"{at}.listen is written ADDRESS:PORT, with a port of at most 65535; got {environment.listen!r}"
+    if environment.reasoning_gym is not None and not is_online(recipe.objective):
         message = f"{at}.reasoning_gym has prompts and a scorer, and no completions for {recipe.objective!r} to learn from"
         yield (f"{at}.reasoning_gym", "objective"), message
-    if given.interface is not None and given.factory is None:
+    if environment.interface is not None and environment.factory is None:
         yield (f"{at}.interface",), f"{at}.interface belongs to {at}.factory, which is not set"
     owners = ("factory", "reasoning_gym", "openenv", "harness", "verifiers")
-    if given.args and not any(getattr(given, name) for name in owners):
+    if environment.args and not any(getattr(environment, name) for name in owners):
         yield (f"{at}.args",), f"{at}.args are those of {', '.join(owners)}, and none is set"
-    if given.args and given.factory is not None and given.reasoning_gym is not None:
+    if environment.args and environment.factory is not None and environment.reasoning_gym is not None:
         yield (f"{at}.args", f"{at}.factory"), f"{at}.args: say whose they are: leave {at}.factory or {at}.reasoning_gym out"
-    if given.past == "split" and not (given.talks or given.asks):
+    if environment.past == "split" and not (environment.talks or environment.asks):
         yield (f"{at}.past",), f"{at}.past is about conversations, and neither {at}.tools nor {at}.factory is set"
-    if given.talks and (recipe.data.task is not None or recipe.data.template is not None) and not recipe.data.chat:
+    if environment.talks and (recipe.data.task is not None or recipe.data.template is not None) and not recipe.data.chat:
         yield ("data.chat", "data.task", "data.template", at), f"{at}: conversations are chat messages: set data.chat: true"
-    if given.talks and _algorithm(recipe).mix:
+    if environment.talks and _algorithm(recipe).mix:
         yield (at, "group.mix"), f"{at}: a teacher that helps to sample holds no conversations: set group.mix: 0"
     names = [reward.function for reward in recipe.rewards]
-    if "environment" in names and not (given.factory or given.openenv or given.asks):
+    if "environment" in names and not (environment.factory or environment.openenv or environment.asks):
         where = f"rewards.{names.index('environment')}.function"
         yield (where,), "the reward 'environment' needs environment.factory, openenv, harness or verifiers"
 
