@@ -157,6 +157,7 @@ model_name_or_path: some/model
         ("use_adaptive_entropy: true", {"group.entropy_target": 0.2, "group.entropy_bonus": 1.0}),
         ("entropy_target: 0.3\nentropy_coef: 0.01", {"group.entropy_target": None, "group.entropy_bonus": 0.01}),
         ("dataset_config: main", {"data.path": "d:main"}),
+        ("chat_template_kwargs: {enable_thinking: false}", {"data.chat_template_kwargs": {"enable_thinking": False}}),
         ("use_peft: true\nlora_r: 32", {"model.lora": {"rank": 32, "alpha": 32, "targets": "all-linear"}}),
         ("use_peft: true\nlora_r: 16\nuse_rslora: true", {"model.lora": {"rank": 16, "alpha": 128, "targets": "all-linear"}}),
     ],
