@@ -153,6 +153,27 @@ def test_only_distributed_knows_of_other_processes() -> None:
         assert not uses or name in DISTRIBUTED, f"{name} uses torch.distributed"
 
 
+PROGRAMS = {
+    "environments.programs": "a harness that is a program",
+    "models.package": "pip",
+    "ops.cpu.library": "the compiler of the kernels",
+    "rollout.vllm.server": "vLLM's server",
+    "runs.folder": "git",
+    "viewer.replays": "a replay, as the command does it",
+}
+"""Modules that start programs which are not this library's workers, and what they start."""
+INSIDE_VLLM = "rollout.vllm.plugin.groupwise_vllm"
+
+
+def test_one_system_of_processes_and_threads() -> None:
+    """Threads, forks and worker processes are those of `utils`; programs are started where `PROGRAMS` says."""
+    started = re.compile(r"\bos\.fork\(|\bmultiprocessing\.|\bthreading\.Thread\(|\bsubprocess\.(run|Popen|call|check_\w+)\(")
+    places = {(name, found[0]) for name, path in FILES.items() for found in started.finditer(path.read_text(encoding="utf-8"))}
+    others = sorted((name, what) for name, what in places if part_of(name) != "utils" and name != INSIDE_VLLM)
+    assert [one for one in others if not (one[0] in PROGRAMS and one[1].startswith("subprocess."))] == []
+    assert {name for name, _ in others} == set(PROGRAMS)
+
+
 def test_what_runs_inside_vllm_imports_nothing_of_ours() -> None:
     assert not own_imports(PLUGIN)
 

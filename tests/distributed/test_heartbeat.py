@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from groupwise.distributed import heartbeat
 from groupwise.distributed.heartbeat import Watch
 from groupwise.errors import PeerError
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 FAR = "node-b|77|4026531836|123"
 
 
@@ -63,7 +63,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int |
 
     def wait(one: Watch, within: float = 60.0) -> tuple[int | None, str]:
         started.append(one)
-        one._thread.join(timeout=within)
+        futures.wait([one._looking], timeout=within)
         return (codes[0] if codes else None), "\n".join(words)
 
     yield wait

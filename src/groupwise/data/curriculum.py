@@ -52,9 +52,9 @@ class Curriculum(Order):
 
     def take(self, k: int) -> list[tuple[int, int]]:
         """The next `k` visits of rows that are not left out.  Where no row would be left, all pass rates are forgotten."""
-        found: list[tuple[int, int]] = []
+        visits: list[tuple[int, int]] = []
         missed = 0
-        while len(found) < k:
+        while len(visits) < k:
             (visited,) = super().take(1)
             if self._leaves_out(*visited):
                 self.skipped, missed = self.skipped + 1, missed + 1
@@ -62,8 +62,8 @@ class Curriculum(Order):
                     self._rates, self._solved = {}, {}
             else:
                 missed = 0
-                found.append(visited)
-        return found
+                visits.append(visited)
+        return visits
 
     def _leaves_out(self, epoch: int, row: int) -> bool:
         if self.retire and self._solved.get(row, 0) >= self.retire:
@@ -113,7 +113,7 @@ class Visits:
         """
         tokens = sum(len(rollout) for group in kept for rollout in group.rollouts)
         discarded, self._sampled = self._sampled - tokens, 0
-        found = {"tokens/discarded": float(discarded)} if discarded > 0 and not self.ahead else {}
+        metrics = {"tokens/discarded": float(discarded)} if discarded > 0 and not self.ahead else {}
         if isinstance(self.order, Curriculum):
-            found |= {"prompts/skipped": float(self.order.skipped), "prompts/retired": float(self.order.retired)}
-        return found
+            metrics |= {"prompts/skipped": float(self.order.skipped), "prompts/retired": float(self.order.retired)}
+        return metrics

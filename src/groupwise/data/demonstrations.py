@@ -55,14 +55,14 @@ def checked_turns(value: object, column: str, where: str) -> Content:
     """
     if not isinstance(value, str | list) or (isinstance(value, list) and not all(isinstance(turn, Mapping) for turn in value)):
         raise DataError(f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string or messages")
-    found = checked(value, column, where)
-    if isinstance(value, list) and (isinstance(found, str) or found[-1]["role"] != "assistant"):
+    turns = checked(value, column, where)
+    if isinstance(value, list) and (isinstance(turns, str) or turns[-1]["role"] != "assistant"):
         raise DataError(f"{where}: {column} must end with a message of the assistant")
-    weight = None if isinstance(found, str) else found[-1].get("weight")
+    weight = None if isinstance(turns, str) else turns[-1].get("weight")
     if weight not in (None, 1):
-        said = f"the last message of {column} has weight {weight!r:.40}"
-        raise BadRow(WEIGHT, f"{where}: {said}: the last turn is what is trained, with weight 1 or none")
-    return found
+        what = f"the last message of {column} has weight {weight!r:.40}"
+        raise BadRow(WEIGHT, f"{where}: {what}: the last turn is what is trained, with weight 1 or none")
+    return turns
 
 
 def read_demonstration(row: Row, where: str, *, wording: Wording) -> Example:
@@ -80,16 +80,16 @@ def read_demonstration(row: Row, where: str, *, wording: Wording) -> Example:
         content = wording.content(row, where)
         return Example(row, content, (answer,), notes=_untrained(content))
     before = before_the_answer(answer, column, where)
-    asked = wording.own_content(row, where)
+    prompt = wording.own_content(row, where)
     if wording.format is not None and len(before) - len(openings(before)) <= (column == "messages"):
-        asked = asked if isinstance(asked, str) else [*openings(before), *asked]
+        prompt = prompt if isinstance(prompt, str) else [*openings(before), *prompt]
     elif before:
-        if isinstance(asked, str):
+        if isinstance(prompt, str):
             if wording.format is not None:
                 raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and {column} holds several turns")
-            asked = [{"role": "user", "content": asked}] if asked.strip() else []
-        asked = joined(asked, before, column, where, str(answer[-1]["content"]))
-    content = wording.opened(asked)
+            prompt = [{"role": "user", "content": prompt}] if prompt.strip() else []
+        prompt = joined(prompt, before, column, where, str(answer[-1]["content"]))
+    content = wording.opened(prompt)
     notes: tuple[str, ...] = ()
     if isinstance(content, str) and openings(before):
         notes = (UNSAID,)

@@ -32,12 +32,12 @@ UNREAD_VARIABLES = "with chat_template_kwargs that the chat template does not me
 CONTROL = "with control tokens in their messages"
 
 
-def whole_answers(template: Template, asked: Sequence[tuple[Example, Question]], eos_ids: Sequence[int]) -> Answered:
+def whole_answers(template: Template, examples: Sequence[tuple[Example, Question]], eos_ids: Sequence[int]) -> Answered:
     """The answers of each example behind its question; no answers of a prompt."""
-    questions = [question for _, question in asked]
-    sides = zip(*(example.answers for example, _ in asked), strict=True)
-    found = [template.try_complete(questions, answers, eos_ids) for answers in sides]
-    return list(zip(*found, strict=True)) if found else [()] * len(asked)
+    questions = [question for _, question in examples]
+    sides = zip(*(example.answers for example, _ in examples), strict=True)
+    completions = [template.try_complete(questions, answers, eos_ids) for answers in sides]
+    return list(zip(*completions, strict=True)) if completions else [()] * len(examples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +75,10 @@ def encode(
     places = ask(rows, template, tally)
     answered = kind.answers(template, [(rows[i], question) for i, question in places], eos_ids)
     items, lengths = [], []
-    for (i, question), found in zip(places, answered, strict=True):
+    for (i, question), answers in zip(places, answered, strict=True):
         example: Example = rows[i]
-        completions = [one for one in found if not isinstance(one, Refusal)]
-        refusal = next((one for one in found if isinstance(one, Refusal)), None)
+        completions = [one for one in answers if not isinstance(one, Refusal)]
+        refusal = next((one for one in answers if isinstance(one, Refusal)), None)
         if refusal is not None:
             tally.drop(refusal.reason, first=str(refusal))
             continue

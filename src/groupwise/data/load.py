@@ -237,8 +237,8 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
         return _drawn(settings, task, "demonstrations", count, seed), held_out
     if kind == "pair":
         if not isinstance(task, Paired):
-            given = "data.task: preferences, or data.path with chosen and rejected columns"
-            raise ConfigError(f"the task {settings.task!r} has no preference pairs: give {given}")
+            remedy = "data.task: preferences, or data.path with chosen and rejected columns"
+            raise ConfigError(f"the task {settings.task!r} has no preference pairs: give {remedy}")
         if held_out is None:
             held_out = _drawn(settings, task, "held_out_pairs", settings.eval_limit or TASK_HELD_OUT)
         return _drawn(settings, task, "pairs", count, seed), held_out

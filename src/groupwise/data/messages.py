@@ -140,33 +140,35 @@ def calls_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> Sequence[Mapping[str, Any]]:
     """The same messages; the arguments of calls are JSON text, or what the text stands for."""
 
-    def told(call: Any) -> Any:
+    def converted(call: Any) -> Any:
         if not isinstance(call, Mapping):
             return call
         if isinstance(call.get("function"), Mapping):
-            return {**call, "function": told(call["function"])}
-        given = call.get("arguments")
-        if as_text and isinstance(given, Mapping):
-            return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
-        if not as_text and isinstance(given, str):
+            return {**call, "function": converted(call["function"])}
+        arguments = call.get("arguments")
+        if as_text and isinstance(arguments, Mapping):
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        if not as_text and isinstance(arguments, str):
             try:
-                read = json.loads(given)
+                read = json.loads(arguments)
             except (ValueError, RecursionError):
                 return call
             return {**call, "arguments": read} if isinstance(read, dict) and not too_deep(read) else call
         return call
 
-    return [{**one, "tool_calls": [told(call) for call in one["tool_calls"]]} if one.get("tool_calls") else one for one in messages]
+    return [
+        {**one, "tool_calls": [converted(call) for call in one["tool_calls"]]} if one.get("tool_calls") else one for one in messages
+    ]
 
 
 def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
     """True if arguments stand in a rendering as no JSON object: as a string of JSON, or as Python writes a dictionary."""
     for call in calls_of(messages):
-        given = call.get("arguments")
-        if isinstance(given, str) and given.strip().startswith("{"):
-            if '"' in given and any(json.dumps(given, ensure_ascii=ascii) in text for ascii in (True, False)):
+        arguments = call.get("arguments")
+        if isinstance(arguments, str) and arguments.strip().startswith("{"):
+            if '"' in arguments and any(json.dumps(arguments, ensure_ascii=ascii) in text for ascii in (True, False)):
                 return True
-        elif isinstance(given, Mapping) and given and str(dict(given)) in text:
+        elif isinstance(arguments, Mapping) and arguments and str(dict(arguments)) in text:
             return True
     return False
 
@@ -174,8 +176,8 @@ def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
 def unwritten(messages: Messages, text: str) -> bool:
     """True if a rendering lacks what a message says that is not the assistant's."""
     others = (str(message["content"]).strip() for message in messages if message["role"] != "assistant")
-    missing = (said for said in others if said not in text)
-    return any(not any(json.dumps(said, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)) for said in missing)
+    missing = (words for words in others if words not in text)
+    return any(not any(json.dumps(words, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)) for words in missing)
 
 
 def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -184,17 +186,17 @@ def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     >>> tools_in({"tools": '[{"name": "now"}]'}), tools_in({"tools": None}), tools_in({"tools": ["now"]})
     ([{'name': 'now'}], [], None)
     """
-    found = row.get("tools")
-    if isinstance(found, str) and found.strip():
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
         try:
-            found = json.loads(found)
+            tools = json.loads(tools)
         except (ValueError, RecursionError):
             return None
-    if not found:
+    if not tools:
         return []
-    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found) or too_deep(found):
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools) or too_deep(tools):
         return None
-    return [dict(tool) for tool in found] if all(names_of(found)) else None
+    return [dict(tool) for tool in tools] if all(names_of(tools)) else None
 
 
 def variables_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -205,26 +207,28 @@ def variables_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     >>> variables_in({"chat_template_kwargs": '{"enable_thinking": false}'}, "row 1"), variables_in({}, "row 1")
     ({'enable_thinking': False}, {})
     """
-    found = row.get(VARIABLES)
-    if isinstance(found, str) and found.strip():
+    variables = row.get(VARIABLES)
+    if isinstance(variables, str) and variables.strip():
         with suppress(ValueError, RecursionError):
-            found = json.loads(found)
-    if not found:
+            variables = json.loads(variables)
+    if not variables:
         return {}
-    if not isinstance(found, Mapping) or too_deep(found):
-        raise BadRow(NO_VARIABLES, f"{where}: {VARIABLES} is {found!r:.60}: expected an object of the chat template's variables")
+    if not isinstance(variables, Mapping) or too_deep(variables):
+        raise BadRow(
+            NO_VARIABLES, f"{where}: {VARIABLES} is {variables!r:.60}: expected an object of the chat template's variables"
+        )
     for name in ARGUMENTS:
-        if name in found:
+        if name in variables:
             raise BadRow(
                 NO_VARIABLES, f"{where}: {VARIABLES} sets {name!r}, which is no variable of the chat template: leave it out"
             )
-    return found
+    return variables
 
 
 def names_of(functions: Sequence[Mapping[str, Any]]) -> list[str]:
     """The name of each tool or call, on its own or under `function`; empty where it has none."""
-    told = [one["function"] if isinstance(one.get("function"), Mapping) else one for one in functions]
-    return [name if isinstance(name := one.get("name"), str) else "" for one in told]
+    described = [one["function"] if isinstance(one.get("function"), Mapping) else one for one in functions]
+    return [name if isinstance(name := one.get("name"), str) else "" for one in described]
 
 
 def names_missing(functions: Sequence[Mapping[str, Any]], text: str) -> bool:
@@ -248,22 +252,22 @@ def joined(prompt: Messages, turns: Messages, column: str, where: str, answer: s
     >>> joined([asked], [asked, said], "chosen", "row 1") == joined([asked], [said], "chosen", "row 1") == [asked, said]
     True
     """
-    opening, asked = _opening(prompt), prompt[_opening(prompt) :]
+    opening, question = _opening(prompt), prompt[_opening(prompt) :]
     if not turns or _same(prompt[-len(turns) :], turns):
         return prompt
-    said = turns[_opening(turns) :]
-    again = bool(asked) and _same(said[:1], asked[:1])
+    spoken = turns[_opening(turns) :]
+    again = bool(question) and _same(spoken[:1], question[:1])
     if (
-        not asked
-        or _same(said[: len(asked)], asked)
-        or (again and _fills([*said, {"role": "assistant", "content": answer}], asked))
+        not question
+        or _same(spoken[: len(question)], question)
+        or (again and _fills([*spoken, {"role": "assistant", "content": answer}], question))
     ):
         if _opening(turns) == 0:
             return prompt[:opening] + turns
         if opening == 0 or _same(turns[:opening], prompt[:opening]):
             return turns
-    elif not again and (turns[0]["role"] not in ("user", *OPENING) or asked[-1]["role"] == "assistant"):
-        if asked[-1]["role"] == turns[0]["role"] == "assistant":
+    elif not again and (turns[0]["role"] not in ("user", *OPENING) or question[-1]["role"] == "assistant"):
+        if question[-1]["role"] == turns[0]["role"] == "assistant":
             last = {**prompt[-1], **turns[0], "content": prompt[-1]["content"] + turns[0]["content"]}
             return [*prompt[:-1], last, *turns[1:]]
         if turns[0]["role"] not in OPENING:
@@ -276,13 +280,13 @@ def _opening(messages: Messages) -> int:
     return next((i for i, message in enumerate(messages) if message["role"] not in OPENING), len(messages))
 
 
-def _fills(said: Messages, asked: Messages) -> bool:
+def _fills(spoken: Messages, question: Messages) -> bool:
     """True if a conversation repeats a prompt that ends with an open turn of the assistant, and says more in that turn."""
-    last = len(asked) - 1
-    if asked[last]["role"] != "assistant" or len(said) <= last or not _same(said[:last], asked[:last]):
+    last = len(question) - 1
+    if question[last]["role"] != "assistant" or len(spoken) <= last or not _same(spoken[:last], question[:last]):
         return False
-    begun, whole = (str(message["content"]).strip() for message in (asked[last], said[last]))
-    return bool(said[last]["role"] == "assistant") and whole.startswith(begun)
+    begun, whole = (str(message["content"]).strip() for message in (question[last], spoken[last]))
+    return bool(spoken[last]["role"] == "assistant") and whole.startswith(begun)
 
 
 def _same(some: Messages, others: Messages) -> bool:

@@ -239,11 +239,11 @@ class _Stream:
     def sequences(self, samples: Sequence[Sample]) -> np.ndarray | None:
         """`Batch.sequence_P` (P,): positions of one episode have the same number; None if no sample is a part of an episode."""
         first: dict[tuple[str, int], int] = {}
-        found = list(range(len(self.start)))
+        places = list(range(len(self.start)))
         for s, owner in enumerate(self.owner):
             if owner >= 0 and samples[owner].part is not None:
-                found[s] = first.setdefault((samples[owner].group, samples[owner].index), s)
-        return np.array([*found, -1])[self.ids["segment"]] if first else None
+                places[s] = first.setdefault((samples[owner].group, samples[owner].index), s)
+        return np.array([*places, -1])[self.ids["segment"]] if first else None
 
     def _place(self, ids: np.ndarray, position: int, parent: int, owner: int) -> None:
         own = slice(self.end, self.end + ids.size)

@@ -53,8 +53,8 @@ def _read_pair(row: Row, where: str, *, wording: Wording) -> Example:
     Where `wording.format` writes the prompt as messages, those of the system stand before it.
     """
     system = openings(row["chosen"][:-1]) if isinstance(row["chosen"], list) else []
-    asked = wording.own_content(row, where)
-    content = wording.opened(asked if isinstance(asked, str) else [*system, *asked])
+    prompt = wording.own_content(row, where)
+    content = wording.opened(prompt if isinstance(prompt, str) else [*system, *prompt])
     sides = [checked_turns(row[side], side, where) for side in ("chosen", "rejected")]
     answers = tuple(side if isinstance(side, str) else side[-1:] for side in sides)
     notes = (UNSAID,) if system and isinstance(content, str) else ()

@@ -63,17 +63,17 @@ def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
     if form is FORMS[0] and wording.format is None and columns.isdisjoint(ASKED_IN) and not _holds_its_prompt(rows):
         raise DataError(missing_column("prompt", rows[0], rows.where(0)))
     places, pairs, left_out = [], [], list(rows.left_out)
-    for place, found in form.read(rows, wording):
-        if not isinstance(found, LeftOut):
+    for place, pair in form.read(rows, wording):
+        if not isinstance(pair, LeftOut):
             try:
-                found = _shared(found, rows.where(place), wording)
+                pair = _shared(pair, rows.where(place), wording)
             except DataError as error:
-                found = LeftOut.of(error)
-        if isinstance(found, LeftOut):
-            left_out.append(replace(found, number=rows.numbers[place]))
+                pair = LeftOut.of(error)
+        if isinstance(pair, LeftOut):
+            left_out.append(replace(pair, number=rows.numbers[place]))
         else:
             places.append(place)
-            pairs.append(found)
+            pairs.append(pair)
     return replace(rows.subset(places), rows=pairs, left_out=tuple(left_out))
 
 
@@ -144,9 +144,9 @@ def _shared(row: Row, where: str, wording: Wording) -> Row | LeftOut:
         return row
     turns = []
     for name, side in zip(("chosen", "rejected"), sides, strict=True):
-        found = checked_turns(side, name, where)
-        turns.append([{"role": "assistant", "content": found}] if isinstance(found, str) else found)
-    before = [before_the_answer(found, name, where) for name, found in zip(("chosen", "rejected"), turns, strict=True)]
+        side_turns = checked_turns(side, name, where)
+        turns.append([{"role": "assistant", "content": side_turns}] if isinstance(side_turns, str) else side_turns)
+    before = [before_the_answer(side_turns, name, where) for name, side_turns in zip(("chosen", "rejected"), turns, strict=True)]
     last = {"chosen": turns[0][-1:], "rejected": turns[1][-1:]}
     if wording.format is not None:
         if any(len(some) - len(openings(some)) > 1 for some in before):
@@ -164,8 +164,8 @@ def _prompt_of(row: Row, where: str, wording: Wording) -> Messages:
     """What the row's own column asks, as messages; none if it asks nothing."""
     if all(row.get(column) is None for column in ASKED_IN):
         return []
-    asked = {column: value for column, value in row.items() if column not in ASKED_IN or value is not None}
-    content = replace(wording, chat=True).own_content(asked, where)
+    columns = {column: value for column, value in row.items() if column not in ASKED_IN or value is not None}
+    content = replace(wording, chat=True).own_content(columns, where)
     return [] if isinstance(content, str) or is_blank(content) else content
 
 
@@ -183,7 +183,7 @@ def _turns_of(text: object) -> list[dict[str, Any]]:
         return []
     parts = _HH_TURN.split(text)[1:]
     turns = zip(parts[::2], parts[1::2], strict=True)
-    return [{"role": SPEAKERS[speaker], "content": said.strip()} for speaker, said in turns]
+    return [{"role": SPEAKERS[speaker], "content": words.strip()} for speaker, words in turns]
 
 
 def _ultrafeedback(row: Row, where: str, _wording: Wording) -> Row | LeftOut:
@@ -223,7 +223,7 @@ def _asked(prompt: object, chat: bool) -> object:
         return prompt
     first, *parts = _EXTRA_ID_TURN.split(prompt)
     later = zip(parts[::2], parts[1::2], strict=True)
-    return [{"role": "user", "content": first}, *({"role": SPEAKERS[who], "content": said} for who, said in later)]
+    return [{"role": "user", "content": first}, *({"role": SPEAKERS[who], "content": text} for who, text in later)]
 
 
 # ---- several rows, one pair --------------------------------------------------------------------------------------------------

@@ -90,20 +90,20 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> l
     if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(map(repr, sorted(tokenizer.chat_template)))
         raise DataError(f"the tokenizer has several chat templates ({names}) and none called default: set model.chat_template")
-    found: list[str | Refusal] = []
+    texts: list[str | Refusal] = []
     for _, alike in groupby(chats, key=lambda chat: chat.tools is None):  # one of several templates may be for tools
         some = list(alike)
         for start in range(0, len(some), AT_ONCE):
-            found += _RENDERER.render(tokenizer, some[start : start + AT_ONCE])
-    return found
+            texts += _RENDERER.render(tokenizer, some[start : start + AT_ONCE])
+    return texts
 
 
 def shown_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
     """The text of the chat template that writes conversations, with tools or without; empty if there is none."""
-    found = tokenizer.chat_template
-    if isinstance(found, Mapping):
-        found = found["tool_use"] if tools and "tool_use" in found else found.get("default")
-    return str(found or "")
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template["tool_use"] if tools and "tool_use" in template else template.get("default")
+    return str(template or "")
 
 
 def unmentioned(names: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -157,28 +157,28 @@ class _Renderer:
 
     def render(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
         """Texts of conversations that share a tokenizer; all of them show tools, or none.  Raises DataError."""
-        found: list[str | Refusal] = []
+        texts: list[str | Refusal] = []
         broken = -1
         with self._lock:
-            while len(found) < len(chats):
-                place = len(found)
+            while len(texts) < len(chats):
+                place = len(texts)
                 try:
-                    for kind, said in self._answers(tokenizer, chats[place:]):
-                        chat = chats[len(found)]
+                    for kind, text in self._answers(tokenizer, chats[place:]):
+                        chat = chats[len(texts)]
                         if kind == "unusable":
-                            raise _unusable(chat, printable(said))
-                        found.append(said if kind == "text" else Refusal(chat.where, printable(said)))
+                            raise _unusable(chat, printable(text))
+                        texts.append(text if kind == "text" else Refusal(chat.where, printable(text)))
                 except NotStarted as error:
                     raise DataError(f"the process in which chat templates run could not start: {error}") from error.__cause__
                 except (Died, TimeoutError) as error:
-                    place = len(found)
+                    place = len(texts)
                     if isinstance(error, Died) and error.code == -signal.SIGXCPU:
                         raise _unusable(chats[place], f"it ran for more than {SECONDS:g} seconds on one conversation") from None
                     if place == broken:
                         why = f"gave no text within {WALL_SECONDS:g} s" if isinstance(error, TimeoutError) else f"ended: {error}"
                         raise _unusable(chats[place], f"the process in which it ran {why}") from None
                     broken = place  # something else may have ended it: once more
-        return found
+        return texts
 
     def _answers(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> Iterator[tuple[str, str]]:
         if self._process is None or not self._process.alive():

@@ -281,7 +281,7 @@ def groups_of(table: pa.Table) -> tuple[list[Scored], Columns, Columns]:
 
 def columns_of(table: pa.Table) -> dict[str, Columns]:
     """The further columns of a table's step, by name; empty lists of numbers where nothing was computed."""
-    found: dict[str, Columns] = {}
+    by_name: dict[str, Columns] = {}
     groups = table.column("group").to_pylist()
     for field in table.schema:
         if field.name.startswith("update/"):
@@ -289,8 +289,8 @@ def columns_of(table: pa.Table) -> dict[str, Columns]:
             kind = field.type.value_type.to_pandas_dtype()
             for group, values in zip(groups, table.column(field.name).to_pylist(), strict=True):
                 columns.setdefault(group, []).append(np.array(values if values is not None else [], kind))
-            found[field.name.removeprefix("update/")] = list(columns.values())
-    return found
+            by_name[field.name.removeprefix("update/")] = list(columns.values())
+    return by_name
 
 
 def _scored(
@@ -352,18 +352,18 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt, kinds: Mapping[str, Any]) -
 
 def _episode_text(episode: Episode) -> str:
     """An episode as JSON, for `_episode`."""
-    told = {"turns": [asdict(turn) for turn in episode.turns], "messages": episode.messages}
-    told |= {"branches": [{"begin": branch.begin, "context": branch.context} for branch in episode.branches]}
-    told |= {"reward": episode.reward, "environment": episode.environment}
-    told |= {"traces": [asdict(trace) for trace in episode.traces]} if episode.traces else {}
-    return _encodable(json.dumps(jsonable(told), default=str))
+    fields = {"turns": [asdict(turn) for turn in episode.turns], "messages": episode.messages}
+    fields |= {"branches": [{"begin": branch.begin, "context": branch.context} for branch in episode.branches]}
+    fields |= {"reward": episode.reward, "environment": episode.environment}
+    fields |= {"traces": [asdict(trace) for trace in episode.traces]} if episode.traces else {}
+    return _encodable(json.dumps(jsonable(fields), default=str))
 
 
 def _episode(text: str | None) -> Episode | None:
     """What `_episode_text` wrote."""
     if text is None:
         return None
-    found = json.loads(text)
+    fields = json.loads(text)
     turns = tuple(
         Turn(
             **{
@@ -374,17 +374,17 @@ def _episode(text: str | None) -> Episode | None:
                 "reward": None if turn["reward"] is None else float(turn["reward"]),
             }
         )
-        for turn in found["turns"]
+        for turn in fields["turns"]
     )
-    branches = tuple(Branch(begin=one["begin"], context=np.array(one["context"], np.int64)) for one in found["branches"])
-    reward = None if found["reward"] is None else float(found["reward"])
-    messages = tuple(found["messages"])
+    branches = tuple(Branch(begin=one["begin"], context=np.array(one["context"], np.int64)) for one in fields["branches"])
+    reward = None if fields["reward"] is None else float(fields["reward"])
+    messages = tuple(fields["messages"])
     traces = tuple(
         Trace(agent=one["agent"], turns=tuple(one["turns"]), reward=None if one["reward"] is None else float(one["reward"]))
-        for one in found.get("traces", ())
+        for one in fields.get("traces", ())
     )
     return Episode(
-        turns=turns, messages=messages, branches=branches, reward=reward, environment=found["environment"], traces=traces
+        turns=turns, messages=messages, branches=branches, reward=reward, environment=fields["environment"], traces=traces
     )
 
 

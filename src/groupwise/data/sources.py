@@ -195,17 +195,17 @@ def _messages_in(text: str, column: str, where: str) -> Any:
     """The messages of a text that is nothing else; the text where it is something else."""
     bare = text.strip()
     try:
-        found, end = json.JSONDecoder().raw_decode(bare)
+        messages, end = json.JSONDecoder().raw_decode(bare)
     except (ValueError, RecursionError):
         if _MESSAGES.match(text):
             remedy = "store messages as a list, or as its JSON text"
             raise BadRow(NO_JSON, f"{where}: {column} holds messages as text that is no JSON: {bare!r:.60}: {remedy}") from None
         return text
-    if end < len(bare) or not all(isinstance(message, Mapping) and "role" in message for message in found):
+    if end < len(bare) or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         return text
-    _refuse_depth({column: found}, where)
-    _refuse_lone_surrogates(text, found, where)
-    return found
+    _refuse_depth({column: messages}, where)
+    _refuse_lone_surrogates(text, messages, where)
+    return messages
 
 
 def first_of(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
@@ -269,30 +269,30 @@ def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> Sour
     return rows
 
 
-def live_rows(given: object, name: str) -> Live:
+def live_rows(source: object, name: str) -> Live:
     """Rows in memory as a name that holds them: a list of mappings, or a `datasets.Dataset`.
 
     name: what the rows are called in messages, `data` or `eval_data`.   The name in the recipe has a digest of their content.
     Rows are copied: what happens to the given ones later is nobody's concern.   Raises DataError with what was given instead.
     """
-    library = type(given).__module__.partition(".")[0]
-    if library == "datasets" and isinstance(given, Mapping):
-        splits = ", ".join(map(repr, given))
-        raise DataError(f"{name} is a {type(given).__name__} with the splits {splits}: give one of them, e.g. dataset['train']")
-    columnar = library == "datasets" and hasattr(given, "to_list")
+    library = type(source).__module__.partition(".")[0]
+    if library == "datasets" and isinstance(source, Mapping):
+        splits = ", ".join(map(repr, source))
+        raise DataError(f"{name} is a {type(source).__name__} with the splits {splits}: give one of them, e.g. dataset['train']")
+    columnar = library == "datasets" and hasattr(source, "to_list")
     if columnar:
-        given = given.to_list()  # type: ignore[attr-defined]
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        source = source.to_list()  # type: ignore[attr-defined]
+    if not isinstance(source, Sequence) or isinstance(source, str | bytes):
         hint = (
-            ": give frame.to_dict('records')" if library == "pandas" else ": give list(...)" if isinstance(given, Iterable) else ""
+            ": give frame.to_dict('records')" if library == "pandas" else ": give list(...)" if isinstance(source, Iterable) else ""
         )
-        raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(given)}{hint}")
-    if not given:
+        raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(source)}{hint}")
+    if not source:
         raise DataError(f"{name} holds no rows")
     rows: list[Mapping[str, Any]] = []
     written = []
     copied: dict[int, Any] = {}  # what rows share, their copies share
-    for i, row in enumerate(given):
+    for i, row in enumerate(source):
         where = f"{name} row {i + 1}"
         if not isinstance(row, Mapping):
             raise DataError(f"{where} is {kind_of(row)}: a row is a mapping of columns to values, e.g. {{'prompt': ...}}")
@@ -314,8 +314,8 @@ def _copied(row: Mapping[str, Any], where: str, copied: dict[int, Any]) -> dict[
     try:
         return {key: copy.deepcopy(value, copied) for key, value in row.items()}
     except Exception as error:  # whatever a value's own way to be copied raises
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{where} holds a value that cannot be copied ({said}): give plain values") from error
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{where} holds a value that cannot be copied ({why}): give plain values") from error
 
 
 def _digested(value: object) -> Any:
@@ -418,8 +418,8 @@ def _too_deep(where: str) -> DataError:
 def _too_long(where: str, error: ValueError) -> DataError:
     """Python's limit of the digits of a whole number, which would meet whoever writes the row out again."""
     digits = re.search(r"has (\d+) digits", str(error))
-    found = f"a whole number of {int(digits[1]):,} digits" if digits else str(error)
-    return DataError(f"{where}: {found}: write it as a string")
+    what = f"a whole number of {int(digits[1]):,} digits" if digits else str(error)
+    return DataError(f"{where}: {what}: write it as a string")
 
 
 def _decode(data: bytes, where: str) -> str:

@@ -63,8 +63,8 @@ def read_solution(row: Row, where: str, *, wording: Wording) -> Example:
     return Example(row, content, extra=(steps, np.array(labels, dtype=np.float64)))
 
 
-def _in_steps(template: Template, asked: Sequence[tuple[Example, Question]], eos_ids: Sequence[int]) -> list[tuple[Completion]]:
-    return [(template.in_steps(question, example.extra[0], SEPARATOR, eos_ids),) for example, question in asked]
+def _in_steps(template: Template, examples: Sequence[tuple[Example, Question]], eos_ids: Sequence[int]) -> list[tuple[Completion]]:
+    return [(template.in_steps(question, example.extra[0], SEPARATOR, eos_ids),) for example, question in examples]
 
 
 SOLUTIONS = Kind(

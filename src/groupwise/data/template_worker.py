@@ -39,8 +39,8 @@ def serve_templates() -> Callable[[str], Iterator[tuple[str, str]]]:
             limit = start + int(request["memory"])
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
         for chat in request["chats"]:
-            kind, said = _answer(render_jinja_template, (SyntaxError, TemplateSyntaxError), chat, request)
-            yield kind, said
+            kind, text_or_why = _answer(render_jinja_template, (SyntaxError, TemplateSyntaxError), chat, request)
+            yield kind, text_or_why
             if kind == "unusable":
                 return
 

@@ -179,16 +179,16 @@ class Template(Wording):
         """`complete`, but conversations that the chat template refuses give a `Refusal` instead of an error."""
         marks = self.end_marks(eos_ids)
         turns = [_between_marks(*one, marks) for one in zip(questions, map(_turns, answers), strict=True)]
-        whole = self._rendered([self._answered(question, said) for question, said in zip(questions, turns, strict=True)])
+        whole = self._rendered([self._answered(question, spoken) for question, spoken in zip(questions, turns, strict=True)])
         whole = self._complete_ones(questions, turns, whole)
         joint = self._ids(whole, [question.plain for question in questions])
         completions: list[Completion | Refusal] = []
-        for question, said, rendered, ids in zip(questions, turns, whole, joint, strict=True):
+        for question, spoken, rendered, ids in zip(questions, turns, whole, joint, strict=True):
             if isinstance(rendered, Refusal):
                 completions.append(rendered)
                 continue
             behind = unmarked(rendered)[len(question.text) :]
-            text = str(said[0]["content"]) if _is_text(said) else behind
+            text = str(spoken[0]["content"]) if _is_text(spoken) else behind
             m = question.tokens.size
             # Some templates cut reasoning out of an answer's text.
             stable = ids[:m] == question.tokens.tolist() and (text in behind or _squeezed(text) in _squeezed(behind))
@@ -219,39 +219,39 @@ class Template(Wording):
         chat = Chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}])
         text = self._rendered([chat])[0] if self.tokenizer.chat_template else ""
         behind = text.rpartition(MARK)[2].lstrip() if isinstance(text, str) else ""
-        found = self.control_pattern.match(behind)
-        return found[0] if found else ""
+        mark = self.control_pattern.match(behind)
+        return mark[0] if mark else ""
 
     def _complete_ones(
         self, questions: Sequence[Question], turns: Sequence[Messages], whole: Sequence[str | Refusal]
     ) -> list[str | Refusal]:
         """The renderings of answered prompts that hold the prompt as it was asked and all of the answer; refusals of the others."""
-        found, without = list(whole), []
-        for i, (question, said, rendered) in enumerate(zip(questions, turns, whole, strict=True)):
-            if isinstance(rendered, Refusal) or _is_text(said):
+        texts, without = list(whole), []
+        for i, (question, answer, rendered) in enumerate(zip(questions, turns, whole, strict=True)):
+            if isinstance(rendered, Refusal) or _is_text(answer):
                 continue
             if not unmarked(rendered).startswith(question.text):
                 why = "it writes the prompt otherwise once it is answered"
-                found[i] = Refusal(question.where, why, "whose prompt the chat template writes otherwise once it is answered")
+                texts[i] = Refusal(question.where, why, "whose prompt the chat template writes otherwise once it is answered")
                 continue
             behind = _squeezed(unmarked(rendered)[len(question.text) :])
-            if any(_squeezed(str(message["content"])) not in behind for message in said if message["role"] == "assistant"):
+            if any(_squeezed(str(message["content"])) not in behind for message in answer if message["role"] == "assistant"):
                 why = "it does not write the content of an answer beside the rest"
-                found[i] = Refusal(question.where, why, "whose content the chat template does not write")
+                texts[i] = Refusal(question.where, why, "whose content the chat template does not write")
                 continue
-            if names_missing(calls_of(said), unmarked(rendered)[len(question.text) :]):
+            if names_missing(calls_of(answer), unmarked(rendered)[len(question.text) :]):
                 why = "it does not write every call of an answer"
-                found[i] = Refusal(question.where, why, "whose tool_calls the chat template does not write")
+                texts[i] = Refusal(question.where, why, "whose tool_calls the chat template does not write")
                 continue
-            for place, message in enumerate(said):
+            for place, message in enumerate(answer):
                 for key in beside(message):
                     bare = {name: value for name, value in message.items() if name != key}
-                    without.append((i, key, self._answered(question, [*said[:place], bare, *said[place + 1 :]])))
+                    without.append((i, key, self._answered(question, [*answer[:place], bare, *answer[place + 1 :]])))
         for (i, key, _), rendered in zip(without, self._rendered([chat for _, _, chat in without]), strict=True):
-            if rendered == whole[i] and not isinstance(found[i], Refusal):
+            if rendered == whole[i] and not isinstance(texts[i], Refusal):
                 why = f"it does not write the {key} of an answer"
-                found[i] = Refusal(questions[i].where, why, f"whose {key} the chat template does not write")
-        return found
+                texts[i] = Refusal(questions[i].where, why, f"whose {key} the chat template does not write")
+        return texts
 
     def is_stable(self, row: Row, answer: str, where: str = "row") -> bool:
         """True if the ids of the row's prompt are a prefix of the ids of the prompt answered with `answer`.
@@ -278,8 +278,8 @@ class Template(Wording):
 
     def variables_of(self, row: Row) -> Mapping[str, Any]:
         """Further variables of the chat template: of all conversations, and from the column `chat_template_kwargs` of a row."""
-        found = variables_in(row, "row")
-        return {**self.variables, **(self.shielded(found) if found and self.control_tokens == "plain" else found)}
+        variables = variables_in(row, "row")
+        return {**self.variables, **(self.shielded(variables) if variables and self.control_tokens == "plain" else variables)}
 
     def unread_tools(self, row: Row) -> bool:
         """True if the prompt of a row should show the tools in its column, and they cannot be read."""
@@ -287,7 +287,7 @@ class Template(Wording):
 
     def unshown(self, questions: Sequence[Question]) -> list[tuple[str, ...]]:
         """What the prompt of each question lacks: `tool` and `call` where the chat template does not write one."""
-        found: list[list[str]] = [[] for _ in questions]
+        missing: list[list[str]] = [[] for _ in questions]
         bare: list[tuple[int, str, Chat]] = []
         for i, question in enumerate(questions):
             messages = [] if isinstance(question.content, str) else question.content
@@ -297,18 +297,18 @@ class Template(Wording):
             # A name may stand there for another reason: then the prompt without the tools, or without the calls, is compared.
             for what, functions in (("tool", tools), ("call", calls)):
                 if names_missing(functions, question.text):
-                    found[i].append(what)
+                    missing[i].append(what)
                 elif functions and messages:
                     shown = self.marked(messages) if question.control else messages
                     assert not isinstance(shown, str)
-                    said = shown if what == "tool" else _without_calls(shown)
-                    chat = _prompt_chat(said, question.where, tools or None, question.variables)
+                    bare_messages = shown if what == "tool" else _without_calls(shown)
+                    chat = _prompt_chat(bare_messages, question.where, tools or None, question.variables)
                     assert isinstance(chat, Chat)
                     bare.append((i, what, replace(chat, tools=None) if what == "tool" else chat))
         for (i, what, _), text in zip(bare, self._rendered([chat for _, _, chat in bare]), strict=True):
             if not isinstance(text, Refusal) and unmarked(text) == questions[i].text:
-                found[i].append(what)
-        return [tuple(one) for one in found]
+                missing[i].append(what)
+        return [tuple(one) for one in missing]
 
     def _unknown_in(self, text: str, ids: list[int]) -> bool:
         """True if the tokenizer cannot write some character of `text`: decoding would lose it."""
@@ -351,7 +351,7 @@ class Template(Wording):
         return _map_texts(value, self._mark)
 
     def _mark(self, text: str) -> str:
-        return self.typed_pattern.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", unmarked(text))
+        return self.typed_pattern.sub(lambda token: f"{OPEN}{token[0]}{CLOSE}", unmarked(text))
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
@@ -406,16 +406,16 @@ class Template(Wording):
         """
         pattern = re.compile(f"{OPEN}.*?{CLOSE}|({self.typed_pattern.pattern})", re.DOTALL)
         pieces, plain, start = [""], [False], 0
-        for found in pattern.finditer(text):
-            if found[1] is None:
+        for match in pattern.finditer(text):
+            if match[1] is None:
                 continue
-            stretch = text[start : found.start()]
+            stretch = text[start : match.start()]
             if OPEN in stretch or CLOSE in stretch:
-                pieces += [stretch, found[0]]
+                pieces += [stretch, match[0]]
                 plain += [True, False]
             else:
-                pieces[-1] += stretch + found[0]
-            start = found.end()
+                pieces[-1] += stretch + match[0]
+            start = match.end()
         rest = text[start:]
         if OPEN in rest or CLOSE in rest:
             pieces.append(rest)
@@ -438,27 +438,27 @@ class Template(Wording):
 
         Some templates want the arguments of calls as JSON text, some as what the text stands for.
         """
-        found = list(zip(chats, render_chats(self.tokenizer, chats), strict=True))
+        rendered = list(zip(chats, render_chats(self.tokenizer, chats), strict=True))
         for as_text in (False, True):
-            again = [i for i, one in enumerate(found) if _is_garbled(*one)]
+            again = [i for i, one in enumerate(rendered) if _is_garbled(*one)]
             others = [replace(chats[i], messages=with_arguments(chats[i].messages, as_text=as_text)) for i in again]
             for i, other, text in zip(again, others, render_chats(self.tokenizer, others), strict=True):
                 if not _is_garbled(other, text):
-                    found[i] = other, text
-        return found
+                    rendered[i] = other, text
+        return rendered
 
-    def _answered(self, question: Question, said: Messages) -> str | Chat | Refusal:
+    def _answered(self, question: Question, answer: Messages) -> str | Chat | Refusal:
         """Question and answer together."""
         content = self.marked(question.content) if question.control else question.content
         if isinstance(content, str):
-            if _is_text(said):
-                return content + str(said[0]["content"])
+            if _is_text(answer):
+                return content + str(answer[0]["content"])
             why = "its prompt is a string, which no template turns into a conversation: set data.chat: true"
             return Refusal(question.where, why, "whose answer is more than text, behind a prompt that is a string")
-        if content[-1]["role"] == said[0]["role"] == "assistant":
-            last = {**content[-1], **said[0], "content": str(content[-1]["content"]) + str(said[0]["content"])}
-            content, said = content[:-1], [last, *said[1:]]
-        return Chat([*content, *said], question.where, tools=question.tools, variables=question.variables)
+        if content[-1]["role"] == answer[0]["role"] == "assistant":
+            last = {**content[-1], **answer[0], "content": str(content[-1]["content"]) + str(answer[0]["content"])}
+            content, answer = content[:-1], [last, *answer[1:]]
+        return Chat([*content, *answer], question.where, tools=question.tools, variables=question.variables)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -541,8 +541,8 @@ def _prompt_chat(content: Content, where: str, tools: Schemas | None, variables:
 
 def _turns(answer: Content) -> Messages:
     """An answer as messages whose content is text."""
-    found = answer if isinstance(answer, str) else checked(answer, "completion", "an answer")
-    return [{"role": "assistant", "content": found}] if isinstance(found, str) else found
+    turns = answer if isinstance(answer, str) else checked(answer, "completion", "an answer")
+    return [{"role": "assistant", "content": turns}] if isinstance(turns, str) else turns
 
 
 def behind_opening(prompt: str, answer: str) -> str:
@@ -558,12 +558,12 @@ def behind_opening(prompt: str, answer: str) -> str:
     return bare[len(opened) :] if bare.startswith(opened) else bare.removeprefix(THINK)
 
 
-def _between_marks(question: Question, said: Messages, marks: tuple[str, ...]) -> Messages:
+def _between_marks(question: Question, answer: Messages, marks: tuple[str, ...]) -> Messages:
     """An answer without the marks that its template writes around it; behind a plain prompt it ends itself."""
-    texts = [str(message["content"]) for message in said]
+    texts = [str(message["content"]) for message in answer]
     texts[0] = behind_opening(question.text, texts[0])
     texts[-1] = texts[-1] if question.plain else before_end(texts[-1], marks)
-    return [{**message, "content": text} for message, text in zip(said, texts, strict=True)]
+    return [{**message, "content": text} for message, text in zip(answer, texts, strict=True)]
 
 
 def before_end(text: str, marks: tuple[str, ...]) -> str:
@@ -589,9 +589,9 @@ def _without_calls(messages: Messages) -> Messages:
     return [{key: value for key, value in one.items() if key not in ("tool_calls", "function_call")} for one in messages]
 
 
-def _is_text(said: Messages) -> bool:
+def _is_text(answer: Messages) -> bool:
     """True of an answer that is one text."""
-    return len(said) == 1 and not beside(said[0])
+    return len(answer) == 1 and not beside(answer[0])
 
 
 def _texts_of(value: object) -> list[str]:
@@ -603,7 +603,7 @@ def _texts_of(value: object) -> list[str]:
         if isinstance(value, str):
             texts.append(value)
         elif isinstance(value, Mapping):
-            for key, inner in reversed(value.items()):
+            for key, inner in list(value.items())[::-1]:
                 waiting += (key,) if _is_name(key, inner) else (inner, key)
         elif isinstance(value, list | tuple):
             waiting += reversed(value)

@@ -115,13 +115,13 @@ class Turns:
 
     def prove(self) -> list[Proof]:
         """Whether the stream equals what the template writes of the whole conversation, for each kind of continuation."""
-        said = {"role": "assistant", "content": MARK}
+        spoken = {"role": "assistant", "content": MARK}
         user, result = {"role": "user", "content": "Go on."}, {"role": "tool", "name": "look", "content": "Found."}
         return [
             self._prove("tool result", _calling(["look"], {"text": MARK}), result),
             self._prove("tool result after reasoning", _calling(["look"], {"text": MARK}), result, reasoning=True),
-            self._prove("user after an answer", said, user),
-            self._prove("user after reasoning", said, user, reasoning=True),
+            self._prove("user after an answer", spoken, user),
+            self._prove("user after reasoning", spoken, user, reasoning=True),
         ]
 
     # ---- inside --------------------------------------------------------------------------------------------------------------
@@ -162,21 +162,21 @@ class Turns:
             return first[0], followed[first.end() :]
         return "", followed.removeprefix(alone) if alone.strip() else followed
 
-    def _prove(self, case: str, said: dict[str, Any], answer: dict[str, Any], *, reasoning: bool = False) -> Proof:
-        calls = "tool_calls" in said
+    def _prove(self, case: str, spoken: dict[str, Any], answer: dict[str, Any], *, reasoning: bool = False) -> Proof:
+        calls = "tool_calls" in spoken
         if reasoning:
-            said = self._with_reasoning(said)
+            spoken = self._with_reasoning(spoken)
         for arguments in (False, True):
-            told = _calls_as_text(said) if arguments else said
-            stages = [self._chat([QUESTION], tools=calls, gen=True), self._chat([QUESTION, told], tools=calls)]
-            stages.append(self._chat([QUESTION, told, answer], tools=calls, gen=True))
-            found = render_chats(self.tokenizer, stages)
-            refused = next((one for one in found if isinstance(one, Refusal)), None)
+            written = _calls_as_text(spoken) if arguments else spoken
+            stages = [self._chat([QUESTION], tools=calls, gen=True), self._chat([QUESTION, written], tools=calls)]
+            stages.append(self._chat([QUESTION, written, answer], tools=calls, gen=True))
+            texts = render_chats(self.tokenizer, stages)
+            refused = next((one for one in texts if isinstance(one, Refusal)), None)
             if refused is None or not calls:
                 break
         if refused is not None:
             return Proof(case, "refuses", refused.why)
-        asked, answered, whole = (str(one) for one in found)
+        asked, answered, whole = (str(one) for one in texts)
         if MARK not in answered:
             return Proof(case, "refuses", "the template does not write what the assistant said")
         if not answered.startswith(asked):
@@ -191,13 +191,13 @@ class Turns:
             return Proof(case, "append")
         return Proof(case, "rewrites", _difference(stream + rest, whole))
 
-    def _with_reasoning(self, said: dict[str, Any]) -> dict[str, Any]:
+    def _with_reasoning(self, spoken: dict[str, Any]) -> dict[str, Any]:
         """The same with reasoning, in the message's own field where the template shows it, else as a think block in its text."""
-        named = {**said, "reasoning_content": REASONING}
-        (shown,) = render_chats(self.tokenizer, [self._chat([QUESTION, named], tools="tool_calls" in said)])
+        named = {**spoken, "reasoning_content": REASONING}
+        (shown,) = render_chats(self.tokenizer, [self._chat([QUESTION, named], tools="tool_calls" in spoken)])
         if isinstance(shown, str) and REASONING in shown:
             return named
-        return {**said, "content": f"<think>\n{REASONING}\n</think>\n\n{said['content']}"}
+        return {**spoken, "content": f"<think>\n{REASONING}\n</think>\n\n{spoken['content']}"}
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], *, tools: bool, gen: bool = False) -> Chat:
         """A conversation in which the assistant does or does not call tools."""
@@ -206,12 +206,12 @@ class Turns:
 
     def _control_from(self, text: str, place: int = 0) -> re.Match[str] | None:
         """The first control token of the template from a place on; those that messages bring stand between marks."""
-        found = self._template.control_pattern.finditer(text, place)
-        return next((one for one in found if text[max(0, one.start() - 1) : one.start()] != OPEN), None)
+        tokens = self._template.control_pattern.finditer(text, place)
+        return next((one for one in tokens if text[max(0, one.start() - 1) : one.start()] != OPEN), None)
 
     def _id_of(self, token: str) -> int | None:
-        found = self.tokenizer.convert_tokens_to_ids(token) if token else None
-        return found if isinstance(found, int) else None
+        number = self.tokenizer.convert_tokens_to_ids(token) if token else None
+        return number if isinstance(number, int) else None
 
 
 def _calling(names: Sequence[str], arguments: Mapping[str, Any], as_text: bool = False) -> dict[str, Any]:

@@ -38,13 +38,13 @@ class Vocabulary:
         ['a', '', 'é', '<7>']
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        found: list[str] = []
+        parts: list[str] = []
         for token in ids:
             piece = self.pieces[token] if 0 <= token < len(self.pieces) else None
-            found.append(decoder.decode(piece) if piece is not None else decoder.decode(b"", True) + f"<{token}>")
-        if found and (rest := decoder.decode(b"", True)):
-            found[-1] += rest
-        return found
+            parts.append(decoder.decode(piece) if piece is not None else decoder.decode(b"", True) + f"<{token}>")
+        if parts and (rest := decoder.decode(b"", True)):
+            parts[-1] += rest
+        return parts
 
 
 def of(tokenizer: Any) -> Vocabulary:

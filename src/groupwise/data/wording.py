@@ -70,9 +70,9 @@ class Wording:
 
     def read(self, row: Row, where: str = "row") -> Example:
         """`row` as a prompt.  Raises DataError as `content`."""
-        asked = self._asked(row, where)
-        content = self.opened(self._in_chat(asked))
-        return Example(row, content, wrapped=isinstance(asked, str) and not isinstance(content, str))
+        bare = self._asked(row, where)
+        content = self.opened(self._in_chat(bare))
+        return Example(row, content, wrapped=isinstance(bare, str) and not isinstance(content, str))
 
     def own_content(self, row: Row, where: str = "row") -> Content:
         """`content` without the system message of the settings."""
@@ -126,14 +126,14 @@ class Wording:
         if column == "prompt":
             return asks(checked(row["prompt"], "prompt", where), "prompt", where)
         if column == "messages":
-            found = checked(row["messages"], "messages", where)
-            return found if isinstance(found, str) else before_the_answer(found, "messages", where)
+            messages = checked(row["messages"], "messages", where)
+            return messages if isinstance(messages, str) else before_the_answer(messages, "messages", where)
         if column is None:
             raise DataError(missing_column("prompt", row, where))
         if not self.chat:
             raise ConfigError(f"{where} has instruction/input columns: set data.template: alpaca, or data.chat: true")
-        instruction, given = _string(row, "instruction", where), _string(row, "input", where, default="")
-        return f"{instruction}\n\n{given}" if given.strip() and instruction.strip() else instruction
+        instruction, context = _string(row, "instruction", where), _string(row, "input", where, default="")
+        return f"{instruction}\n\n{context}" if context.strip() and instruction.strip() else instruction
 
 
 def _string(row: Row, column: str, where: str, default: str | None = None) -> str:
@@ -148,13 +148,13 @@ def _string(row: Row, column: str, where: str, default: str | None = None) -> st
 
 
 def _alpaca(row: Row, where: str) -> str:
-    instruction, given = _string(row, "instruction", where), _string(row, "input", where, default="")
+    instruction, context = _string(row, "instruction", where), _string(row, "input", where, default="")
     if not instruction.strip():
         return ""
-    if not given.strip():
+    if not context.strip():
         return ALPACA.format(with_input="", instruction=instruction, input_block="")
     further = ", paired with an input that provides further context"
-    return ALPACA.format(with_input=further, instruction=instruction, input_block=f"\n\n### Input:\n{given}")
+    return ALPACA.format(with_input=further, instruction=instruction, input_block=f"\n\n### Input:\n{context}")
 
 
 def formatted(template: str, row: Row, where: str) -> str:

@@ -16,9 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import NoReturn, Protocol
 
 from groupwise.errors import PeerError
+from groupwise.utils import threads
 from groupwise.utils.terminal import escaped
 
 BEAT = 1.0
@@ -56,17 +58,16 @@ class Watch:
         self.store, self.rank, self.advice, self.beat = store, rank, advice, beat
         self.watched = [other for other in range(size) if other != rank] if rank == 0 else [0]
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         store.set(f"place/{rank}", _place())
         store.set(f"pulse/{rank}", "0")
-        self._thread.start()
+        self._looking = threads.begin(self._look, "watch")
         atexit.register(self.stop)
 
     def stop(self) -> None:
         """This process is done: nobody need look for it any more."""
         if not self._over.is_set():
             self._over.set()
-            self._thread.join(timeout=5.0)
+            wait([self._looking], timeout=5.0)
             atexit.unregister(self.stop)
 
     def _look(self) -> None:

@@ -29,6 +29,7 @@ from groupwise.environments.requests import Asked, ChatRequest, Refused, Sampled
 from groupwise.environments.tool_calls import Call
 from groupwise.errors import EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, Sampling, ToolCall, Trace, Turn
+from groupwise.utils import threads
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import logger
 
@@ -91,7 +92,7 @@ class CapturedWorld:
             desk=harness.desk,
         )  # fmt: skip
         self.endpoint.start()
-        threading.Thread(target=self._watch, name="episodes", daemon=True).start()
+        threads.begin(self._watch, "episodes")
 
     def begin(self, prompt: Prompt, index: int, *, seed: int) -> Captured:
         """An episode; its harness starts when the engine opens it."""

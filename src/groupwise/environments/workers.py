@@ -22,6 +22,7 @@ from groupwise.environments.worker_process import Instance, Missing, serve_envir
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish
 from groupwise.rewards.user_functions import find_named
+from groupwise.utils import threads
 from groupwise.utils.process_main import told
 from groupwise.utils.processes import Died, NotStarted, Process, Raised
 from groupwise.utils.terminal import logger
@@ -59,7 +60,7 @@ class Thread:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = False
-        threading.Thread(target=self._serve, args=(instance,), name="groupwise-environment", daemon=True).start()
+        threads.begin(partial(self._serve, instance), "groupwise-environment")
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
         """Hand the request to the thread and yield its answers.  A thread that is late is left behind."""

@@ -64,9 +64,9 @@ async def _in_time(task: asyncio.Task, seconds: float | None) -> bool:
     return bool(done)
 
 
-async def _contained(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+async def _contained(function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
     """What the function returns; an exception that would end the loop is an error like others."""
     try:
-        return await function(**given)
+        return await function(**keywords)
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from error

@@ -73,8 +73,8 @@ def outcome_of(call: Call, answer: Mapping[str, Any] | None) -> Outcome | None:
     label = call.labels[0] if call.single else ""
     if "error" in answer:
         cause = Traceback(answer["trace"]) if answer["trace"] else None
-        told = {"message": answer["error"], "kind": answer["kind"], "where": answer["where"]}
-        return Outcome(failure="error", label=label, cause=cause, **told)
+        words = {"message": answer["error"], "kind": answer["kind"], "where": answer["where"]}
+        return Outcome(failure="error", label=label, cause=cause, **words)
     if "late" in answer:
         return _late(call, answer["seconds"])
     return Outcome(value=answer["values"], notes=answer["notes"], seconds=answer["seconds"])

@@ -73,9 +73,9 @@ def build_rewards(
         _bound(one, n) if isinstance(one, RewardSettings | LiveReward) else LiveReward(function=one)
         for n, one in enumerate(settings)
     ]
-    asked = [(one, None) if isinstance(one, RewardSettings) else (one.settings(), one) for one in live]
-    wrong, names = Findings(), [one.name or one.function for one, _ in asked]
-    for n, (one, _) in enumerate(asked):
+    entries = [(one, None) if isinstance(one, RewardSettings) else (one.settings(), one) for one in live]
+    wrong, names = Findings(), [one.name or one.function for one, _ in entries]
+    for n, (one, _) in enumerate(entries):
         with wrong.of(f"rewards.{n}.args"):
             demand_values(one.args, f"rewards.{n}.args")
         with wrong.of(f"rewards.{n}.weight"):
@@ -84,12 +84,12 @@ def build_rewards(
         if name in names[:n]:
             with wrong.of(f"rewards.{n}.name"):
                 raise ConfigError(f"two reward functions have the name {name!r}; give one of them another by name:")
-    hosts = _hosts(asked)
+    hosts = _hosts(entries)
     try:
         for host in hosts.values():
             host.start()  # they start side by side
         rewards, unusable = [], set[Host]()
-        for n, (name, (one, itself)) in enumerate(zip(names, asked, strict=True)):
+        for n, (name, (one, itself)) in enumerate(zip(names, entries, strict=True)):
             if n in hosts and hosts[n] in unusable:
                 continue  # its file has been refused
             with wrong.of(f"rewards.{n}.function"):
@@ -114,7 +114,7 @@ def build_rewards(
                 )
                 rewards.append(reward)
         with wrong.of("verdict"):
-            verdict = verdict_of([one for one, _ in asked], verdict)
+            verdict = verdict_of([one for one, _ in entries], verdict)
             if verdict is not None and verdict not in names:
                 raise ConfigError(f"verdict: there is no reward {verdict!r}; the rewards are {', '.join(names)}")
         wrong.settle()
@@ -138,25 +138,25 @@ def _bound(one: RewardSettings | LiveReward, place: int) -> RewardSettings | Liv
 Asked = Sequence[tuple[RewardSettings, LiveReward | None]]
 
 
-def _hosts(asked: Asked) -> dict[int, Host]:
+def _hosts(entries: Asked) -> dict[int, Host]:
     """The processes of functions that do not run in this one, by number.  Those of a file share one, unless they have a timeout."""
     files: dict[str, Host] = {}
-    found: dict[int, Host] = {}
-    for n, (one, live) in enumerate(asked):
+    hosts: dict[int, Host] = {}
+    for n, (one, live) in enumerate(entries):
         place, named, _ = one.function.rpartition(":")
         if live is not None:
             if live.runs == "fork":
-                found[n] = Host(lambda spec=one.function, f=live.function: Functions({spec: f}).answer)
+                hosts[n] = Host(lambda spec=one.function, f=live.function: Functions({spec: f}).answer)
         elif one.timeout is not None:
-            found[n] = Host()
+            hosts[n] = Host()
         elif named:
-            found[n] = files.setdefault(place, Host())
-    return found
+            hosts[n] = files.setdefault(place, Host())
+    return hosts
 
 
 def _settled(rewards: Sequence[Reward], hosts: Mapping[str, Host]) -> dict[str, Host]:
     """The host of each function that has one.  Asynchronous functions of a file move together into one; they start here."""
-    found: dict[str, Host] = {}
+    final: dict[str, Host] = {}
     together: dict[str, Host] = {}
     here = [reward for reward in rewards if reward.name in hosts]
     plain = {hosts[reward.name] for reward in here if not reward.signature.asynchronous}
@@ -166,12 +166,12 @@ def _settled(rewards: Sequence[Reward], hosts: Mapping[str, Host]) -> dict[str, 
             if reward.signature.asynchronous:
                 host = together.setdefault(reward.spec.rpartition(":")[0], Host() if host in plain else host)
             host.specs = (*host.specs, reward.spec)
-        found[reward.name] = host
-    for host in set(hosts.values()) - set(found.values()):
+        final[reward.name] = host
+    for host in set(hosts.values()) - set(final.values()):
         host.kill()
-    for host in found.values():
+    for host in final.values():
         host.start()
-    return found
+    return final
 
 
 def _signature(described: Mapping[str, Any]) -> Signature:
@@ -233,8 +233,8 @@ class Rewards:
     @property
     def golds(self) -> dict[str, str]:
         """The functions that compare with a gold answer, by name, each with the data's column that holds it."""
-        found = {r.name: r.gold or next((c for c in GOLD_COLUMNS if c in r.signature.named), None) for r in self._rewards}
-        return {name: column for name, column in found.items() if column is not None}
+        columns = {r.name: r.gold or next((c for c in GOLD_COLUMNS if c in r.signature.named), None) for r in self._rewards}
+        return {name: column for name, column in columns.items() if column is not None}
 
     @property
     def process(self) -> bool:
@@ -315,9 +315,9 @@ class Rewards:
         with self._lock:  # rollouts ahead of training come from several threads, and a function need not bear that
             outcomes = self._outcomes(batch)
             self.seconds |= {r.name: o.seconds for r, o in zip(self._rewards, outcomes, strict=True) if o is not None}
-            found = [None if o is None else self._resolved(r, o, batch) for r, o in zip(self._rewards, outcomes, strict=True)]
-        assert all(one is not None for one in found), "a call without an outcome is beside one that failed"
-        return found, [one.notes for one in outcomes if one is not None]  # type: ignore[return-value]
+            values = [None if o is None else self._resolved(r, o, batch) for r, o in zip(self._rewards, outcomes, strict=True)]
+        assert all(one is not None for one in values), "a call without an outcome is beside one that failed"
+        return values, [one.notes for one in outcomes if one is not None]  # type: ignore[return-value]
 
     def _logged(self, notes: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, list[Any]]]:
         """The metrics and columns of all functions.  Raises RewardError for a column that two of them log."""
@@ -515,19 +515,18 @@ def _refuse(reward: Reward, outcome: Outcome, batch: Completions) -> NoReturn:
 
 def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Call]:
     """A call for each completion, or one for all.  Raises RewardError for arguments that cannot be copied."""
-    given, signature = reward.keywords(batch), reward.signature
+    keywords, signature = reward.keywords(batch), reward.signature
     if signature.single:
-        parts = [([label], {name: values[n] for name, values in given.items()}) for n, label in enumerate(batch.labels)]
+        parts = [([label], {name: values[n] for name, values in keywords.items()}) for n, label in enumerate(batch.labels)]
     else:
-        parts = [(list(batch.labels), given)] if len(batch) else []
+        parts = [(list(batch.labels), keywords)] if len(batch) else []
     calls = []
     for labels, part in parts:
         try:
             payload = pickle.dumps(part)
         except Exception as error:  # whatever an object of a data row raises
-            raise RewardError(
-                f"the reward function {reward.name!r} cannot be given copies of {', '.join(given)}: {type(error).__name__}: {error}"
-            ) from error
+            names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
+            raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
         call = Call(
             spec=reward.spec,
             name=reward.name,

@@ -75,29 +75,29 @@ class Reward:
 
     def keywords(self, batch: Completions) -> dict[str, Any]:
         """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
-        given: dict[str, Any] = {}
+        keywords: dict[str, Any] = {}
         for name in self.signature.asks:
             if name in self.arguments or name in TOLD:
                 continue
             wanted = SINGULAR.get(name, name) if self.signature.single else name
             if wanted == "gold" and self.gold is not None:
-                given[name] = list(batch.columns[self.gold])
+                keywords[name] = list(batch.columns[self.gold])
             elif self.builtin and wanted in ("prompts", "completions"):
-                given[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
+                keywords[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
             elif self.model and wanted == "prompts" and batch.prompt_messages is not None:
-                given[name] = [chat or text for chat, text in zip(batch.prompt_messages, batch.prompts, strict=True)]
+                keywords[name] = [chat or text for chat, text in zip(batch.prompt_messages, batch.prompts, strict=True)]
             elif self.builtin and wanted == "completion_ids" and batch.written_ids is not None:
-                given[name] = list(batch.written_ids)
+                keywords[name] = list(batch.written_ids)
             elif wanted in OFFERED:
                 value = getattr(batch, wanted)
                 if value is None and (name not in self.signature.named or name in self.signature.optional):
                     continue  # its **keywords would have taken it, or its default stands
                 if value is None:
                     raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
-                given[name] = list(value)
+                keywords[name] = list(value)
             else:
-                given[name] = list(batch.columns[wanted])
-        return given
+                keywords[name] = list(batch.columns[wanted])
+        return keywords
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

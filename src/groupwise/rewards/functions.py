@@ -59,9 +59,9 @@ class Call:
         columns = given if self.single else {name: unshared(values) for name, values in given.items()}
         return columns | copy.deepcopy(dict(self.arguments)) | notes.given(self.asks, self.state)
 
-    def ended(self, found: Any, notes: Notes, began: float) -> dict[str, Any]:
+    def ended(self, returned: Any, notes: Notes, began: float) -> dict[str, Any]:
         """The answer of a call that returned `found`.  Raises RewardError for what is no reward."""
-        values = validated(self.name, [found] if self.single else found, self.labels, self.process)
+        values = validated(self.name, [returned] if self.single else returned, self.labels, self.process)
         return {"values": values, "notes": notes.told(), "seconds": time.monotonic() - began}
 
 
@@ -74,11 +74,11 @@ def unshared(values: list[Any]) -> list[Any]:
     [1]
     """
     seen: set[int] = set()
-    found = []
+    apart = []
     for value in values:
-        found.append(copy.deepcopy(value) if id(value) in seen and not isinstance(value, ATOMS) else value)
+        apart.append(copy.deepcopy(value) if id(value) in seen and not isinstance(value, ATOMS) else value)
         seen.add(id(value))
-    return found
+    return apart
 
 
 def worker(specs: Sequence[str]) -> Callable[..., Any]:

@@ -75,14 +75,14 @@ class Checker:
 
     def recompute(self, golds: Sequence[str]) -> list[float | None]:
         """Whether each gold equals itself, by computation and not by its text; None if it cannot be read or compared in time."""
-        asked = list(
+        unread = list(
             dict.fromkeys(g for g in golds if g.strip() and len(g) <= LONGEST_GOLD and read_number(g) is None and not is_words(g))
         )
         # Equal expressions are recognised without evaluating them, so a gold has to survive a comparison with a 1 too.
-        outcomes = self._outcomes([(gold, other) for gold in asked for other in (form_of(gold).text, "1")])
+        outcomes = self._outcomes([(gold, other) for gold in unread for other in (form_of(gold).text, "1")])
         verdicts = {
             gold: same if isinstance(same, float) and isinstance(other, float) else None
-            for gold, same, other in zip(asked, outcomes[::2], outcomes[1::2], strict=True)
+            for gold, same, other in zip(unread, outcomes[::2], outcomes[1::2], strict=True)
         }
         return [verdicts[g] if g in verdicts else None if read_number(g) is None else 1.0 for g in golds]
 
@@ -90,15 +90,17 @@ class Checker:
         """What the comparisons gave, or raised.  One that died or met the wall clock is made again: memory or a machine that stood
         still may have ended it, and not its answer."""
         try:
-            found = self.pool.map(pairs)
+            outcomes = self.pool.map(pairs)
             broken = [
-                place for place, one in enumerate(found) if isinstance(one, TimeoutError) or (isinstance(one, Died) and not one.cpu)
+                place
+                for place, one in enumerate(outcomes)
+                if isinstance(one, TimeoutError) or (isinstance(one, Died) and not one.cpu)
             ]
             for place, again in zip(broken, self.pool.map([pairs[place] for place in broken]), strict=True):
-                found[place] = again
+                outcomes[place] = again
         except NotStarted as error:
             raise RewardError(f"the worker process that compares answers could not start: {error}") from error.__cause__
-        return found
+        return outcomes
 
     def _at_once(self, gold: str, answer: str | None) -> Any:
         """The verdict where no sympy is needed, `_UNKNOWN` where it is."""

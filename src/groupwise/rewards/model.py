@@ -177,15 +177,15 @@ class _Scorer:
     def _scores(self, answers: Sequence[Answer]) -> list[float | None]:
         from groupwise.models.reward_head import pool_weights, reads_tokens, score_tokens, whole_scores
 
-        asked = [answer for answer in answers if answer.completion.size]
-        if not asked:
+        scored = [answer for answer in answers if answer.completion.size]
+        if not scored:
             return [None] * len(answers)
-        self._check(asked)
+        self._check(scored)
         if reads_tokens(self.policy):
-            found = score_tokens(self.policy, asked, budget=self.budget)
-            scores = [float(pool_weights(self.pooling, score_n.size) @ score_n) for score_n in found]  # type: ignore[arg-type]
+            token_scores = score_tokens(self.policy, scored, budget=self.budget)
+            scores = [float(pool_weights(self.pooling, score_n.size) @ score_n) for score_n in token_scores]  # type: ignore[arg-type]
         else:
-            scores = whole_scores(self.policy, asked)
+            scores = whole_scores(self.policy, scored)
         known = iter(scores)
         return [next(known) if answer.completion.size else None for answer in answers]
 

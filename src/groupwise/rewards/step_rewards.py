@@ -53,10 +53,10 @@ def checked_steps(name: str, values: Any, labels: Sequence[str]) -> list[Steps]:
     """
     expected = f"expected {len(labels)} lists of (end token, reward), one per completion"
     if not isinstance(values, list | tuple) or not all(isinstance(steps, list | tuple) for steps in values):
-        found = type(values).__name__
+        kind = type(values).__name__
         if isinstance(values, list | tuple):
-            found += " of " + ", ".join(sorted({type(steps).__name__ for steps in values}))
-        raise RewardError(f"the process reward function {name!r} returned {found}, {expected}")
+            kind += " of " + ", ".join(sorted({type(steps).__name__ for steps in values}))
+        raise RewardError(f"the process reward function {name!r} returned {kind}, {expected}")
     if len(values) != len(labels):
         raise RewardError(f"the process reward function {name!r} returned {len(values)} lists, {expected}")
     return [_checked(name, steps, label) for steps, label in zip(values, labels, strict=True)]
@@ -113,11 +113,11 @@ def segment_steps(
     if by == "tokens":
         if not ends:
             raise ConfigError("steps by tokens need the ids that end a step")
-        found = [index for index, token in enumerate(tokens) if token in ends]
+        places = [index for index, token in enumerate(tokens) if token in ends]
     else:
-        found = _ends_in_text(texts(tokens), _compiled(by, pattern))
+        places = _ends_in_text(texts(tokens), _compiled(by, pattern))
     last = len(tokens) - 1
-    return found if last < 0 or (found and found[-1] == last) else [*found, last]
+    return places if last < 0 or (places and places[-1] == last) else [*places, last]
 
 
 def _compiled(by: str, pattern: str | None) -> re.Pattern[str]:

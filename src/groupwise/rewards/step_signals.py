@@ -39,11 +39,11 @@ def with_turns(group: Scored) -> Scored:
         [] if rollout.episode is None else [(turn.end - 1, turn.reward) for turn in rollout.episode.turns if turn.end > turn.begin]
         for rollout in group.rollouts
     ]
-    found = [np.full(len(rollout), np.nan) for rollout in group.rollouts]
+    columns = [np.full(len(rollout), np.nan) for rollout in group.rollouts]
     if "process" in group.signals:
-        found = [np.array(column, np.float64) for column in group.signals["process"]]
-    for column, of_one in zip(found, rewards, strict=True):
+        columns = [np.array(column, np.float64) for column in group.signals["process"]]
+    for column, of_one in zip(columns, rewards, strict=True):
         for place, reward in of_one:
             if reward is not None:
                 column[place] = np.nansum([column[place], reward])
-    return replace(group, signals={**group.signals, "process": tuple(found)})
+    return replace(group, signals={**group.signals, "process": tuple(columns)})

@@ -86,22 +86,22 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def joined(told: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> dict[str, Any]:
+def joined(logs: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> dict[str, Any]:
     """The logs of several calls joined into one; completions of a call that logged nothing have None.   counts: completions of
     each.
 
     >>> joined([{"metrics": {"a": [1.0]}, "columns": {}}, {}, {"metrics": {"a": [0.0]}, "columns": {"b": [7]}}], [1, 1, 1])
     {'metrics': {'a': [1.0, 0.0]}, 'columns': {'b': [None, None, 7]}}
     """
-    if not any(told):
+    if not any(logs):
         return {}
     metrics: dict[str, list[float]] = {}
-    for one in told:
+    for one in logs:
         for name, values in one.get("metrics", {}).items():
             metrics.setdefault(name, []).extend(values)
-    names = dict.fromkeys(name for one in told for name in one.get("columns", {}))
+    names = dict.fromkeys(name for one in logs for name in one.get("columns", {}))
     columns: dict[str, list[Any]] = {name: [] for name in names}
-    for one, count in zip(told, counts, strict=True):
+    for one, count in zip(logs, counts, strict=True):
         for name, column in columns.items():
             column.extend(one.get("columns", {}).get(name, [None] * count))
     return {"metrics": metrics, "columns": columns}

@@ -60,21 +60,21 @@ class Signature:
         return asdict(self)
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Signature:
+    def of(cls, fields: Mapping[str, Any]) -> Signature:
         """The signature that `as_dict` wrote."""
-        found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
-        return cls(**found)
+        typed: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+        return cls(**typed)
 
 
-def find_named(spec: str, kind: str, given: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
+def find_named(spec: str, kind: str, objects: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
     """What is behind `module:name` or `path/to/file.py:name`.   kind: what it is called in messages.
 
     given: objects for specs that name no file.
     Modules are those that are installed, or lie in the working directory; files must lie in the working directory (a recipe from
     elsewhere cannot name code from anywhere).  Raises ConfigError.
     """
-    if spec in given:
-        return given[spec]
+    if spec in objects:
+        return objects[spec]
     return imported(f"{kind} {spec!r}", spec, callable_only=True)
 
 
@@ -124,8 +124,8 @@ def read_signature(
 
 
 def _options(named: Mapping[str, inspect.Parameter], columns: Collection[str]) -> list[str]:
-    given = {*OFFERED, *SINGULAR, *TOLD, *columns, "gold"}
-    return [key for key in named if key not in given]
+    known = {*OFFERED, *SINGULAR, *TOLD, *columns, "gold"}
+    return [key for key in named if key not in known]
 
 
 def listed(names: Collection[str]) -> str:

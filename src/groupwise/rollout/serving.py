@@ -25,6 +25,7 @@ from groupwise.errors import EngineError
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.utils import threads
 
 LIMIT = "limit"
 """Column of a prompt's row: the most tokens of its completions."""
@@ -64,8 +65,7 @@ class Serving:
         self._seed, self._number, self._lock = secrets.randbits(48), 0, threading.Lock()
         self._closed = False
         self._arriving: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
-        self._thread.start()
+        self._served = threads.begin(self._run, "serving")
 
     def ask(self, request: ChatRequest) -> Asking:
         """What the next turn is drawn behind, from the messages alone: nothing is kept between requests."""
@@ -105,7 +105,7 @@ class Serving:
         with self._lock:
             self._closed = True
             self._arriving.put(None)
-        self._thread.join()
+        self._served.exception()
 
     def _run(self) -> None:
         held: list[_Waiting] = []

@@ -173,10 +173,10 @@ def digest_of(content: bytes | IO[bytes]) -> str:
     """The same of bytes, or of a file that is open."""
     if isinstance(content, bytes):
         return xxhash.xxh3_128_hexdigest(content)
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     while chunk := content.read(CHUNK):
-        found.update(chunk)
-    return found.hexdigest()
+        hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def storing(path: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise StorageError(trouble(error, path, what)) from error
     except SafetensorError as error:  # it tells the number in its text alone
-        found = re.search(r"os error (\d+)", str(error))
-        number = int(found[1]) if found is not None else 0
+        match = re.search(r"os error (\d+)", str(error))
+        number = int(match[1]) if match is not None else 0
         raise StorageError(trouble(OSError(number, os.strerror(number) if number else str(error)), path, what)) from error
 
 

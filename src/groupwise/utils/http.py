@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.utils import threads
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -61,7 +62,7 @@ class Server(ThreadingHTTPServer):
     def start(self) -> Any:
         """Serve in a thread; returns the server."""
         self._serving = True
-        threading.Thread(target=self.serve_forever, args=(NOTICED,), name=type(self).__name__.lower(), daemon=True).start()
+        threads.begin(lambda: self.serve_forever(NOTICED), type(self).__name__.lower())
         return self
 
     def close(self) -> None:

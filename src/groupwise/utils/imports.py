@@ -31,8 +31,8 @@ def imported(what: str, spec: str, *, callable_only: bool = False) -> Any:
     """
     place, _, name = spec.rpartition(":")
     module = _file(what, place) if place.endswith(".py") else _module(what, place)
-    found = getattr(module, name, _NOTHING)
-    if found is _NOTHING or (callable_only and not callable(found)):
+    thing = getattr(module, name, _NOTHING)
+    if thing is _NOTHING or (callable_only and not callable(thing)):
         own = [
             key
             for key, value in vars(module).items()
@@ -41,7 +41,7 @@ def imported(what: str, spec: str, *, callable_only: bool = False) -> Any:
         near = nearest(name, own)
         hint = f"did you mean {near!r}?" if near is not None else f"there are: {', '.join(own) or 'none'}"
         raise ConfigError(f"{what}: {place} has no {'function ' if callable_only else ''}{name!r}; {hint}")
-    return found
+    return thing
 
 
 _NOTHING = object()

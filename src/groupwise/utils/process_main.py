@@ -121,8 +121,8 @@ def supervise(
     left = _end_all(worker) if adopts or status is None else None
     if output is not None:
         output.close()
-    found = next((one for one in (status, left) if one is not None), int(signal.SIGKILL))
-    code = os.waitstatus_to_exitcode(found)
+    final = next((one for one in (status, left) if one is not None), int(signal.SIGKILL))
+    code = os.waitstatus_to_exitcode(final)
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
             signal.signal(-code, signal.SIG_DFL)
@@ -259,10 +259,10 @@ def descendants(root: int) -> list[int]:
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as stat:
                 children.setdefault(int(stat.read().rsplit(b")", 1)[1].split()[1]), []).append(int(name))
-    found = list(children.get(root, ()))
-    for process in found:
-        found += children.get(process, ())
-    return found
+    below = list(children.get(root, ()))
+    for process in below:
+        below += children.get(process, ())
+    return below
 
 
 # ------------------------------------------------------------------------------------------------------------- serving

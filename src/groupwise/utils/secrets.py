@@ -172,10 +172,10 @@ def redacted_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_options(arguments: Sequence[str], known: Sequence[str], *, argument: bool = False) -> list[str]:
-    found, named = [], NO
+    shown, named = [], NO
     for text in arguments:
         if named and not text.startswith("-"):
-            found.append(_redacted(text, named, known))
+            shown.append(_redacted(text, named, known))
             named = NO
             continue
         named = _named(text.lstrip("-")) if text.startswith("-") and "=" not in text else NO
@@ -183,14 +183,14 @@ def _without_options(arguments: Sequence[str], known: Sequence[str], *, argument
         while argument and not hides and (pair := re.compile(r"-{0,2}([\w.-]+)=").match(text, place)):  # --task-arg=name=value
             place, kind = pair.end(), _named(pair[1])
             hides = kind == YES or (kind == BY_VALUE and _random(text[place:]))
-        found.append(text[:place] + (REDACTED if hides else _scrubbed(text[place:], known, argument=argument)))
-    return found
+        shown.append(text[:place] + (REDACTED if hides else _scrubbed(text[place:], known, argument=argument)))
+    return shown
 
 
 def _of_environment() -> list[str]:
     """The secrets of this process's environment, longest first."""
-    found = {value for name, value in os.environ.items() if len(value) >= SHORTEST and _hides(_named(name), value)}
-    return sorted(found, key=len, reverse=True)
+    secrets = {value for name, value in os.environ.items() if len(value) >= SHORTEST and _hides(_named(name), value)}
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _hides(named: int, value: str) -> bool:

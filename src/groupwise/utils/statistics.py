@@ -42,9 +42,9 @@ def mean(values: Sequence[float]) -> Estimate:
     >>> str(mean([1.0] * 50)), str(mean([0.25, 0.75])), str(mean([2.0, 2.0]))
     ('1.000 ±0.071', '0.500 ±0.490', '2.000')
     """
-    found = np.asarray([value for value in values if not math.isnan(value)])
-    if found.size == 0:
+    numbers = np.asarray([value for value in values if not math.isnan(value)])
+    if numbers.size == 0:
         return Estimate(math.nan, math.nan)
-    if (found == found[0]).all():
-        return proportion(float(found.sum()), found.size) if found[0] in (0.0, 1.0) else Estimate(float(found[0]), math.nan)
-    return Estimate(float(found.mean()), 1.959964 * float(found.std(ddof=1)) / math.sqrt(found.size))
+    if (numbers == numbers[0]).all():
+        return proportion(float(numbers.sum()), numbers.size) if numbers[0] in (0.0, 1.0) else Estimate(float(numbers[0]), math.nan)
+    return Estimate(float(numbers.mean()), 1.959964 * float(numbers.std(ddof=1)) / math.sqrt(numbers.size))

@@ -98,9 +98,9 @@ def logger(name: str) -> logging.Logger:
 
     Python applies a logger's filter to what is logged by that logger itself, not by those below it, so every module has its own.
     """
-    found = logging.getLogger(name)
-    found.addFilter(HARMLESS)
-    return found
+    log = logging.getLogger(name)
+    log.addFilter(HARMLESS)
+    return log
 
 
 class _Stderr(logging.StreamHandler):

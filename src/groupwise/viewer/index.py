@@ -7,11 +7,13 @@ steps can hold what a search looks for) asks here.  640,000 completions take som
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
 from groupwise.errors import DataError
+from groupwise.utils import threads
 from groupwise.viewer.groups import key_of, lengths_of, numbers
 from groupwise.viewer.sources import CompletionSource
 
@@ -45,22 +47,21 @@ class Index:
         self._damaged: set[int] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._reading: Future[None] | None = None
         self.total = 0
         self.asked = 0
         """Pages that are being answered; reading on waits for them."""
 
     def start(self) -> None:
         """Read on in a thread, for as long as the viewer runs."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._read_on, name=f"index of {self.source.name}", daemon=True)
-            self._thread.start()
+        if self._reading is None:
+            self._reading = threads.begin(self._read_on, f"index of {self.source.name}")
 
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._reading is not None:
+            self._reading.exception()
 
     def _read_on(self) -> None:
         while not self._stop.is_set():

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -21,6 +21,7 @@ from socket import SHUT_RDWR, socket
 from urllib.parse import parse_qsl, urlsplit
 
 from groupwise.errors import ConfigError, DataError
+from groupwise.utils import threads
 from groupwise.utils.terminal import logger
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.sources import open_sources
@@ -93,7 +94,7 @@ class Viewer(ThreadingHTTPServer):
 
     def start(self) -> Viewer:
         """Serve in a thread."""
-        threading.Thread(target=self.serve_forever, args=(NOTICED,), name="viewer", daemon=True).start()
+        threads.begin(partial(self.serve_forever, NOTICED), "viewer")
         return self
 
     def close(self) -> None:

@@ -53,11 +53,11 @@ def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
         near = nearest(name, TASKS)
         hint = "" if near is None else f" (did you mean {near}?)"
         raise ConfigError(f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}, or module:NAME for one of your own")
-    given = dict(arguments or {})
+    settings = dict(arguments or {})
     task = TASKS[name] if name in TASKS else imported("data.task", name, callable_only=True)
     known = inspect.signature(task).parameters
-    for key in given:
+    for key in settings:
         if key not in known:
             raise ConfigError(f"task {name!r} has no argument {key!r}; it takes: {', '.join(known) or 'none'}")
     with own_code(f"the task {name!r}"):
-        return task(**given)
+        return task(**settings)

@@ -91,7 +91,7 @@ def same_number(completions: Sequence[Any], answer: Sequence[str]) -> list[float
     [1.0, 1.0, 0.0, 0.0]
     """
     numbers = [re.findall(r"\d+", _text(one).replace(",", "")) for one in completions]
-    return [float(bool(found) and found[-1] == gold) for found, gold in zip(numbers, answer, strict=True)]
+    return [float(bool(figures) and figures[-1] == gold) for figures, gold in zip(numbers, answer, strict=True)]
 
 
 def same_object(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:

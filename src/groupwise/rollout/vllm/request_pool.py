@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from groupwise.errors import EngineError, PeerError
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.weight_sync import PATIENCE, Alive, Answer, raise_cause
+from groupwise.utils import threads
 
 STALLED, STARTING = 60.0, 600.0
 """Seconds without a computed token after which a server that has work counts as stalled; and until its very first one, for which it
@@ -56,7 +57,7 @@ class RequestPool:
 
     def __enter__(self) -> RequestPool:
         for client in self._clients:
-            threading.Thread(target=self._work, args=(client,), name="rollout-request", daemon=True).start()
+            threads.begin(partial(self._work, client), "rollout-request")
         return self
 
     def __exit__(self, *_: object) -> None:
