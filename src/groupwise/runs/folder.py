@@ -298,12 +298,15 @@ class RunLog:
 
     def amend(self, step: int, evaluation: Mapping[str, float]) -> None:
         """Add the evaluation after a step whose line stands there already."""
-        self.lines[step] = self.lines.get(step, {"step": step}) | _evaluated(evaluation)
+        before = self.lines.get(step)
+        self.lines[step] = (before or {"step": step}) | _evaluated(evaluation)
         with files.storing(self.folder / METRICS, "the log"):
             self.files.note_lines(METRICS, [_line(self.lines[step]).encode()])
             self.files.sync()  # the log is on the disk when it is replaced, and must not be there before its digest
             self._file.close()
             self._write_lines()
+            if before is not None:
+                self.files.note_replaced(METRICS, _line(before).encode())
         self._dashboards.write({"step": step, "wall": time.time()} | _evaluated(evaluation), again=True)
 
     def held_out(self, number: int, groups: Sequence[Scored]) -> None:

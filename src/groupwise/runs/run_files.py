@@ -5,7 +5,8 @@ JSON is bounded in depth, Parquet in what it unpacks to (`rollout_table`).  What
 took.  Whatever is wrong is a RunError that names the file.
 
     checksums.txt   a line for every file and every line of metrics.jsonl that the run wrote: CRC-32 of the rest of the line,
-                    xxh3-128 of the content, name.  A name stands there again when its file is replaced.
+                    xxh3-128 of the content, name.  A name stands there again when its file is replaced, and `- ` before it
+                    takes back the digest of a line that was replaced.
 
 A digest is written before what it is of, so that a reader never meets a file that is newer than its digest.  A file without one (of
 an older version, or put there by somebody) is read unchecked.
@@ -27,6 +28,8 @@ from groupwise.errors import RunError
 from groupwise.utils import files
 
 CHECKSUMS = "checksums.txt"
+REPLACED = "- "
+"""Before a name: the digest is that of a line which stands there no more."""
 LARGEST, LARGEST_CHECKSUMS = 1 << 24, 1 << 28
 """Bytes of a file, where its reader does not say, and of the checksums."""
 DEPTH = 100
@@ -170,9 +173,11 @@ class RunFiles:
             if check != b"%08x" % zlib.crc32(rest):
                 self.doubtful.append(f"{self.folder / CHECKSUMS}:{number} is damaged: what it is of is read unchecked")
             else:
-                known = self._digests.setdefault(name.decode("utf-8", "replace"), {})
+                text = name.decode("utf-8", "replace")
+                known = self._digests.setdefault(text.removeprefix(REPLACED), {})
                 known.pop(digest.decode("ascii", "replace"), None)
-                known[digest.decode("ascii", "replace")] = None
+                if not text.startswith(REPLACED):
+                    known[digest.decode("ascii", "replace")] = None
 
     # ------------------------------------------------------------ writing
 
@@ -189,6 +194,10 @@ class RunFiles:
     def note_lines(self, name: str, lines: Iterable[bytes]) -> None:
         """Keep the checksums of lines, each with its end, that are about to stand in a file.  Raises OSError."""
         self.note((name, files.digest_of(line.removesuffix(b"\n"))) for line in lines)
+
+    def note_replaced(self, name: str, line: bytes) -> None:
+        """Take back the checksum of a line that another one has replaced.  Raises OSError."""
+        self.note_lines(f"{REPLACED}{name}", [line])
 
     def begin(self, without: Sequence[str] = ()) -> None:
         """Write the checksums anew: of files that are there, the names in `without` left out.  Raises OSError."""
