@@ -66,7 +66,7 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Example:
+class WorkedExample:
     """A step worked through."""
 
     algorithm: Algorithm
@@ -92,7 +92,7 @@ def work(
     lr: float = 5.0,
     longest: int = 8,
     group: GroupSettings | None = None,
-) -> Example:
+) -> WorkedExample:
     """Work a step of `preset` (default grpo) through, on one group.
 
     rewards: one per completion, None = unscorable; default 1, 0, 0.5.   lengths: tokens of each, EOS included; default 2, 3, 4 and
@@ -130,11 +130,11 @@ def work(
     return _worked(algorithm, _group(rewards, given, longest), None, mu, lr)
 
 
-def _worked(algorithm: Algorithm, group: Scored, advantages: list[np.ndarray] | None, mu: int, lr: float) -> Example:
+def _worked(algorithm: Algorithm, group: Scored, advantages: list[np.ndarray] | None, mu: int, lr: float) -> WorkedExample:
     """advantages: as a run gave them; None: those of this group alone."""
     own = algorithm.advantages([group])[0] if advantages is None else advantages
     samples = weigh([group], [own], algorithm)
-    return Example(
+    return WorkedExample(
         algorithm=algorithm, group=group, advantages=own, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
     )
 
@@ -153,7 +153,7 @@ def work_of_run(
     mu: int | None = None,
     beta: float | None = None,
     lr: float = 5.0,
-) -> tuple[str, Example]:
+) -> tuple[str, WorkedExample]:
     """The same with a run's algorithm, on the first group of a recorded step whose rewards differ; and what of it was recorded.
 
     What is given takes the place of the run's.  step: default the newest.  A group that fits into a table is worked through as it
@@ -292,7 +292,7 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
 # ---------------------------------------------------------------- as text
 
 
-def render(example: Example) -> str:
+def render(example: WorkedExample) -> str:
     """A worked example as plain text."""
     algorithm = example.algorithm
     parts = (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)
@@ -326,7 +326,7 @@ def _number(value: float) -> str:
     return f"{value + 0.0:+.4f}" if abs(value) >= 5e-5 else "0"
 
 
-def _advantage_rows(example: Example) -> list[str]:
+def _advantage_rows(example: WorkedExample) -> list[str]:
     """One number per completion, or where its tokens differ the first and the last."""
 
     def shown(advantages: Sequence[np.ndarray]) -> list[str]:
@@ -343,12 +343,12 @@ def _advantage_rows(example: Example) -> list[str]:
     return rows
 
 
-def _weights(example: Example) -> list[str]:
+def _weights(example: WorkedExample) -> list[str]:
     found = {id(sample.completion): float(sample.weight.max()) for sample in example.samples}
     return [f"{found.get(id(rollout.tokens), 0.0):.4f}" for rollout in example.group.rollouts]
 
 
-def _pass(example: Example, number: int, seen: Pass) -> list[str]:
+def _pass(example: WorkedExample, number: int, seen: Pass) -> list[str]:
     weight, advantage, behavior = (example.column(name) for name in ("weight", "advantage", "behavior_logp"))
     first = "the policy is still the one that sampled: every ratio is 1"
     moved = f"after {number - 1} gradient step{'s' if number > 2 else ''} of size {example.lr:g}"

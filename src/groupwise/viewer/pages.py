@@ -172,7 +172,7 @@ class Pages:
 
     def search(self, asked: Parameters) -> Json:
         """Completions that hold what is asked for."""
-        query = questions.Query(
+        query = questions.SearchQuery(
             text=asked.get("text", ""),
             prompt=asked.get("prompt", ""),
             function=asked.get("function", ""),

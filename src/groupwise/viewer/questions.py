@@ -46,7 +46,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Query:
+class SearchQuery:
     """What a search looks for; what is left empty matches everything."""
 
     text: str = ""
@@ -69,7 +69,9 @@ class Query:
         return self.low is not None or self.high is not None
 
 
-def search(source: CompletionSource, index: Index, query: Query, *, cursor: int | None = None, budget: float = BUDGET) -> Json:
+def search(
+    source: CompletionSource, index: Index, query: SearchQuery, *, cursor: int | None = None, budget: float = BUDGET
+) -> Json:
     """Completions that match a query, newest step first; whole steps at a time.
 
     cursor: the step to go on with.   `next`: the same for the next call, None at the end.   `seen` counts the steps looked at.
@@ -96,7 +98,7 @@ def search(source: CompletionSource, index: Index, query: Query, *, cursor: int 
     return {"found": found, "next": None, "seen": seen, "left": 0}
 
 
-def _matches(source: CompletionSource, step: int, query: Query) -> list[Json]:
+def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Json]:
     judged = f"rewards/{query.function}" if query.function else "reward"
     names = {"group", "index", "prompt_text", "completion_text", "reward", "finish", "trained", "row", judged}
     try:
