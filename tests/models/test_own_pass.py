@@ -81,7 +81,7 @@ from groupwise.models.logit_scale import read_form
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
-from groupwise.proof.passes import taken
+from groupwise.proof.passes import take_gradients
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Sample, Sampling
@@ -115,7 +115,7 @@ def own(policy: Policy, samples: list[Sample]) -> tuple[list[np.ndarray], dict[s
         for ours, theirs in zip(policy.model.parameters(), model.parameters(), strict=True):
             if theirs.grad is not None:
                 ours.grad = theirs.grad if ours.grad is None else ours.grad + theirs.grad
-    return found, taken(policy)
+    return found, take_gradients(policy)
 
 
 def by_run(policy: Policy, samples: list[Sample], *, again: bool = False) -> tuple[list[np.ndarray], dict[str, Tensor]]:
@@ -133,7 +133,7 @@ def by_run(policy: Policy, samples: list[Sample], *, again: bool = False) -> tup
                     end = batch.layout.start[s] + batch.layout.length[s]
                     inside = (rows >= end - samples[index].completion.size) & (rows < end)
                     found[index] = logp[inside].detach().numpy()
-    return found, taken(policy)
+    return found, take_gradients(policy)
 
 
 def assert_equal(found: tuple[list[np.ndarray], dict[str, Tensor]], expected: tuple[list[np.ndarray], dict[str, Tensor]]) -> None:
@@ -213,7 +213,7 @@ def test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut(kin
             loss = policy.forward(batch).router_loss
             loss.backward()  # type: ignore[union-attr]
             total += float(loss)
-        found.append(([np.array([total])], taken(policy)))
+        found.append(([np.array([total])], take_gradients(policy)))
     rows = [np.concatenate([sample.prompt, sample.completion[:-1]]) for sample in samples]
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
@@ -221,7 +221,7 @@ def test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut(kin
     with plain_attention(policy.model) as model:
         loss = 0.5 * model(input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True).aux_loss
     loss.backward()
-    expected = [loss.detach().numpy()[None]], taken(policy)
+    expected = [loss.detach().numpy()[None]], take_gradients(policy)
     for each in found:
         assert_equal(each, expected)
 

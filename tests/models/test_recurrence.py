@@ -36,7 +36,7 @@ from groupwise.models.recurrence import changes, recurrent_layers
 from groupwise.ops import recurrence
 from groupwise.ops.linear_cross_entropy import reference_logprobs
 from groupwise.ops.recurrence import StreamRecurrence
-from groupwise.proof import kept
+from groupwise.proof import cache
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Layout, Prompt, Sample, Sampling
@@ -295,11 +295,11 @@ FAULTS = (StateLeaks, ConvolutionSeesTheNeighbour, ForksLate, FillsThePadding)
 def test_planted_faults_of_states_are_found_at_load(
     name: str, fault: type[StreamRecurrence], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
     policy = make_policy(model_of(name), TOKENIZER)
     prove(policy, longest=100)
     monkeypatch.setattr("groupwise.models.attention.StreamRecurrence", fault)
-    kept.cache_folder().joinpath("proofs").rename(tmp_path / "before")
+    cache.cache_folder().joinpath("proofs").rename(tmp_path / "before")
     with pytest.raises(ConfigError, match="scoring does not equal the model's own forward pass"):
         prove(policy, longest=100)
 
@@ -308,7 +308,7 @@ def test_planted_faults_of_states_are_found_at_load(
 def test_planted_faults_of_the_engines_states_are_found_at_load(late: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from groupwise.rollout.native.attention import Decode
 
-    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
     read = Decode._states
 
     def wrong(self: Decode, place: tuple[int, int]) -> Tensor:

@@ -42,7 +42,7 @@ from groupwise.config.settings import LoraSettings, ModelSettings, RolloutSettin
 from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy
 from groupwise.models.lora import adapt
-from groupwise.proof import kept, passes, texts
+from groupwise.proof import cache, passes, texts
 from groupwise.proof.prove import ModelProof, prove
 from groupwise.proof.texts import NATIVE, SMALL, TRANSFORMERS
 from groupwise.runs.engines import mixture
@@ -60,7 +60,7 @@ WIDE = {"max_position_embeddings": 1024}
 
 @pytest.fixture(autouse=True)
 def a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
 
 
 def proven(kind: type[PreTrainedModel], config: type = LlamaConfig, to: torch.dtype = torch.float32, **options: Any) -> ModelProof:
@@ -473,8 +473,8 @@ def test_a_class_that_stands_in_no_file_is_proven_too() -> None:
 def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many proofs were made."""
     made: list[Any] = []
-    write = kept.write
-    monkeypatch.setattr(kept, "write", lambda key, proof: (made.append(proof), write(key, proof)))
+    write = cache.write
+    monkeypatch.setattr(cache, "write", lambda key, proof: (made.append(proof), write(key, proof)))
     return lambda: len(made)
 
 
@@ -497,14 +497,14 @@ def test_a_proof_is_made_once_for_the_same_code_weights_device_and_texts(
         model.lm_head.weight.add_(0.01)
     prove(make_policy(model, TOKENIZER), longest=64)
     assert count() == len(others) + 2, "of other weights"
-    monkeypatch.setattr(kept, "_processor", lambda: "another")
+    monkeypatch.setattr(cache, "_processor", lambda: "another")
     proven(LlamaForCausalLM, longest=64)
     assert count() == len(others) + 3, "on another device"
-    monkeypatch.setattr(kept, "_version", lambda package: "0.0.1")
-    kept._code.cache_clear()
+    monkeypatch.setattr(cache, "_version", lambda package: "0.0.1")
+    cache._code.cache_clear()
     proven(LlamaForCausalLM, longest=64)
     assert count() == len(others) + 4, "by other code"
-    kept._code.cache_clear()
+    cache._code.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"family": "Llama"}), "\ud800"])

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import groupwise as gw
+from groupwise.algorithms.table import PARTS
 from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe, parse_recorded
-from groupwise.config.settings import PARTS
 from groupwise.errors import ConfigError
 from groupwise.runs.folder import RunLog
 from groupwise.runs.run_files import RunFiles

@@ -59,7 +59,7 @@ class PassResults:
     """Log-probs of all tokens right behind each prompt (V,)."""
 
 
-def own(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
+def model_pass(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
     """By the model's own pass, one text at a time."""
     model, scores = policy.model.eval(), reads_tokens(policy)
     model.zero_grad(set_to_none=True)
@@ -86,7 +86,7 @@ def own(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResult
                 (weight_N * value_N.square()).sum().backward()
             found.values.append(value_N.detach().double().cpu().numpy())
     model.eval()
-    return PassResults(found.values, taken(policy) if gradients else {}, found.drawn, found.first)
+    return PassResults(found.values, take_gradients(policy) if gradients else {}, found.drawn, found.first)
 
 
 def _drawn(text: Text, logits_NV: Tensor) -> np.ndarray:
@@ -105,7 +105,7 @@ def _drawn(text: Text, logits_NV: Tensor) -> np.ndarray:
     return (logits_NV.gather(1, chosen_N[:, None])[:, 0] - total_N).cpu().numpy()
 
 
-def packed(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
+def run_pass(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
     """As a run computes it: all in one stream, prompts shared, fused, gradients of head and embedding summed in place."""
     model, scores, samples = policy.model, reads_tokens(policy), [text.sample for text in texts]
     model.zero_grad(set_to_none=True)
@@ -130,10 +130,10 @@ def packed(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassRes
             for index, column in unpack(batch, value_P, samples):
                 values[index] = column[samples[index].weight > 0].astype(np.float64)
     model.eval()
-    return PassResults(values, taken(policy) if gradients else {})
+    return PassResults(values, take_gradients(policy) if gradients else {})
 
 
-def taken(policy: Policy) -> dict[str, Tensor]:
+def take_gradients(policy: Policy) -> dict[str, Tensor]:
     """The gradients of a model, which are taken away from it."""
     parameters = policy.model.named_parameters()
     gradients = {name: fsdp.own(p.grad).detach().clone() for name, p in parameters if p.grad is not None}

@@ -28,8 +28,8 @@ from groupwise.models.masks import REMEDY
 from groupwise.models.policy import BALANCE, Policy
 from groupwise.models.reward_head import REMEDY as SCORES_REMEDY
 from groupwise.models.reward_head import reads_tokens
-from groupwise.proof import kept
-from groupwise.proof.passes import PassResults, Text, own, packed, some_gradients, taken
+from groupwise.proof import cache
+from groupwise.proof.passes import PassResults, Text, model_pass, run_pass, some_gradients, take_gradients
 from groupwise.proof.texts import FULL, NEAR, Sampler, drawn, size_of, switches, written
 
 VALUES, GRADIENTS = 2e-4, (2e-3, 1e-3)
@@ -83,8 +83,8 @@ def prove(
     """
     longest = max(min(policy.context, longest), 4)
     engine = None if sampler is None else (sampler.name, sampler.path, sampler.sampling, sampler.conversations)
-    key = kept.key(policy, repr((longest, train, recompute, engine)))
-    fields = kept.read(key)
+    key = cache.key(policy, repr((longest, train, recompute, engine)))
+    fields = cache.read(key)
     hits = comm.gather([fields is not None]) if policy.sharded else [fields is not None]
     if fields is not None and all(hits):
         return replace(ModelProof(**fields), before=True)
@@ -95,7 +95,7 @@ def prove(
     finally:
         policy.model.eval().zero_grad(set_to_none=True)
         policy.reshard()
-    kept.write(key, proof)
+    cache.write(key, proof)
     return proof
 
 
@@ -186,15 +186,15 @@ class _Case:
         learn, others, failed = self.texts()
         texts, paths = [*learn, *others], [path]
         with some_gradients(policy, head=size_of(policy) is FULL):
-            expected, beside = own(policy, learn, gradients=self.train), own(policy, others, gradients=False)
+            expected, beside = model_pass(policy, learn, gradients=self.train), model_pass(policy, others, gradients=False)
             values, by_engine = [*expected.values, *beside.values], [*expected.drawn, *beside.drawn]
             self.check_own(learn, expected)
             trained = self.update(learn, self.recompute)
             worst = self.compare(path, trained.values, expected.values)
             # Another stream of the same size, so that nothing of the first may serve it.
-            self.compare(path, packed(policy, learn[::-1], gradients=False).values[::-1], expected.values)
+            self.compare(path, run_pass(policy, learn[::-1], gradients=False).values[::-1], expected.values)
             if others:
-                worst = max(worst, self.compare(path, packed(policy, texts, gradients=False).values, values))
+                worst = max(worst, self.compare(path, run_pass(policy, texts, gradients=False).values, values))
             if self.train:
                 paths += self.compare_updates(learn, trained, expected)
         if failed is not None:
@@ -204,7 +204,7 @@ class _Case:
             paths.append(self.sampler.path)
             if self.sampler.conversations:
                 talk = drawn(policy, self.sampler, size_of(policy), self.longest, talks=True)
-                worst = max(worst, self.compare_drawn("conversations", talk, own(policy, talk, gradients=False).drawn))
+                worst = max(worst, self.compare_drawn("conversations", talk, model_pass(policy, talk, gradients=False).drawn))
                 paths.append("conversations")
         return texts, paths, worst
 
@@ -226,7 +226,7 @@ class _Case:
         ]
         if expected.first and max(apart, default=0.0) <= VALUES:
             return
-        again = own(self.policy, texts[:1], gradients=False).values[0]
+        again = model_pass(self.policy, texts[:1], gradients=False).values[0]
         if not np.abs(again - expected.values[0]).max() <= VALUES:
             what = "scores" if reads_tokens(self.policy) else "log-probs"
             raise ConfigError(f"{self.family} gives other {what} each time it is asked: set the dropout in its config.json to 0")
@@ -239,7 +239,7 @@ class _Case:
         """As the run makes it; without gradients where nothing is trained."""
         self.policy.model.train(self.train)  # whatever mode somebody has left it in, nothing is dropped
         with self.policy.checkpointing(True) if recompute else nullcontext():
-            return packed(self.policy, texts, gradients=self.train)
+            return run_pass(self.policy, texts, gradients=self.train)
 
     def compare_updates(self, texts: Sequence[Text], trained: PassResults, expected: PassResults) -> list[str]:
         """What is equal.  Raises ConfigError for a gradient that differs."""
@@ -262,7 +262,7 @@ class _Case:
         (batch,) = policy.packed([text.sample], text.size + 1)
         ours: Any = policy.forward(batch).router_loss
         ours.backward()
-        gradient = taken(policy)
+        gradient = take_gradients(policy)
         with plain_attention(model):
             loss = getattr(model(input_ids=batch.tokens_P[None], use_cache=False, output_router_logits=True), "aux_loss", None)
         if loss is None:
@@ -270,7 +270,7 @@ class _Case:
         theirs = policy.router_coefficient * loss
         theirs.backward()
         self.compare("router", *([loss.detach().cpu().numpy()[None]] for loss in (ours, theirs)), remedy=BALANCE)
-        self.compare_gradients("router", gradient, taken(policy), BALANCE)
+        self.compare_gradients("router", gradient, take_gradients(policy), BALANCE)
 
     def compare_drawn(self, path: str, texts: Sequence[Text], expected: Sequence[np.ndarray]) -> float:
         """The largest difference of a log-prob that the engine drew a token with."""
@@ -310,7 +310,7 @@ class _Case:
         """In the run's type: the texts, what is equal, and the largest median difference."""
         learn, others, failed = self.texts()
         texts, paths, worst = [*learn, *others], [self.path], 0.0
-        theirs, ours = own(self.policy, texts, gradients=False), packed(self.policy, texts, gradients=False)
+        theirs, ours = model_pass(self.policy, texts, gradients=False), run_pass(self.policy, texts, gradients=False)
         if failed is not None:
             raise failed
         spread, sides = float(np.concatenate(theirs.values).std()) + 1e-3, [(self.path, ours.values, theirs.values, FLOAT32)]
@@ -324,7 +324,7 @@ class _Case:
             worst = max(worst, distance)
         if self.train:
             with some_gradients(self.policy, head=size_of(self.policy) is FULL):
-                expected = own(self.policy, learn, gradients=True).gradient
+                expected = model_pass(self.policy, learn, gradients=True).gradient
                 self.compare_gradients("training", self.update(learn, self.recompute).gradient, expected, FLOAT32, COARSE_GRADIENTS)
             paths.append("training")
         return texts, paths, worst
