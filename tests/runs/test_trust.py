@@ -51,6 +51,8 @@ def theirs(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytes
 
 OWN = {"rewards": [{"function": "evil.py:f"}]}
 TOOLS = {"environment": {"tools": ["evil.py:f"]}}
+KINDS = [kind for kind in PARTS if kind != "kl"]
+"""Parts of an algorithm that may be code; estimators of the KL have names alone."""
 PARTS_OF = {"group": {"credit": "evil:f"}}
 REMOTE = {"model": {"path": "x", "trust_remote_code": True}}
 
@@ -131,7 +133,7 @@ def test_every_place_of_a_recipe_that_takes_code_is_known(write_recipe: Callable
     code = "evil:f"
     changes: dict[str, Any] = {
         "objective": code,
-        "group": {**dict.fromkeys((*PARTS, "filter"), code), "dead_groups": "refill"},
+        "group": {**dict.fromkeys((*KINDS, "filter"), code), "dead_groups": "refill"},
         "rewards": [{"function": code}],
         "data": {"task": code},
         "rollout": {"engine": {"name": code}},
@@ -143,5 +145,5 @@ def test_every_place_of_a_recipe_that_takes_code_is_known(write_recipe: Callable
     found = dict(named_code(parse_recorded(yaml.safe_dump(tree), "config.yaml")))
     assert set(found) == {
         "objective", "data.task", "rollout.engine.name", "rewards.0.function", "model.trust_remote_code", "environment.tools.0",
-        "environment.factory.a", "environment.harness", *(f"group.{part}" for part in (*PARTS, "filter")),
+        "environment.factory.a", "environment.harness", *(f"group.{part}" for part in (*KINDS, "filter")),
     }  # fmt: skip
