@@ -120,6 +120,18 @@ def test_tools_and_an_environment_are_the_objects() -> None:
     assert (recipe.rewards[0].function, recipe.rewards[0].args) == ("model", {"path": "my/judge"})
 
 
+def test_functions_without_a_name_are_told_apart() -> None:
+    class Judge:
+        def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            return [1.0] * len(completions)
+
+    functions = [lambda completion: 1.0, lambda completion: 2.0, Judge(), Judge(), length]
+    args = config("GRPOConfig", max_steps=3, reward_weights=[1.0, 2.0, 3.0, 4.0, 5.0])
+    rewards = gw.from_trl(args, model="m/m", reward_funcs=functions, train_dataset=ROWS).recipe.rewards
+    assert [reward.name for reward in rewards] == ["reward_1", "reward_2", "Judge", "Judge_4", "length"]
+    assert [reward.weight for reward in rewards] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def test_what_is_none_of_trls_objects_is_refused() -> None:
     for args in ({"learning_rate": 1e-6}, TrainingArguments(output_dir="x", use_cpu=True)):
         with pytest.raises(ConfigError, match="args is one of TRL's GRPOConfig, "):

@@ -714,14 +714,14 @@ def to_rewards(trl: Configuration, _: str) -> Outcomes:
     guessed: list[str] = []
     for place, function in enumerate(functions):
         entry = _reward(trl, function)
-        name = getattr(function, "__name__", str(function))
         if isinstance(function, Named) and function.moved:
             yield _moved("rewards", function)
         elif type(function) is str and entry["function"] == f"rewards.py:{function}":
             guessed.append(function)
-        taken = [one.get("name", _called(one["function"])) for one in entries]
-        if _called(entry["function"]) in taken:  # names tell rewards apart
-            entry["name"] = name if name not in taken else f"{name}_{place + 1}"
+        taken, name = [one.get("name", _called(one["function"])) for one in entries], _called(entry["function"])
+        if name in taken and name != "<lambda>":  # names tell rewards apart
+            source = str(function) if isinstance(function, str | Named) else name
+            entry["name"] = source if source not in taken else f"{source}_{place + 1}"
         weight = weights[place] if isinstance(weights, Sequence) and place < len(weights) else None
         entries.append(entry | ({} if weight is None else {"weight": float(weight)}))
     yield Write("rewards", entries, ("reward_funcs", "reward_weights", "reward_model_name_or_path"))
@@ -752,7 +752,7 @@ def _built_in(module: str, name: str) -> str | None:
 
 def _called(function: Any) -> str:
     """The name that a reward gets."""
-    return function.rpartition(":")[2] if isinstance(function, str) else str(getattr(function, "__name__", function))
+    return function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
 
 
 def _named(file: str, function: Any) -> Any:
