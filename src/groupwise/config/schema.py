@@ -17,6 +17,7 @@ from typing import Any, Union
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
+from groupwise.algorithms.table import PARTS
 from groupwise.config import settings
 from groupwise.config.trl import FATES, TABLE
 from groupwise.config.trl import NAMES as TRL
@@ -24,6 +25,16 @@ from groupwise.errors import ConfigError
 from groupwise.utils.spelling import nearest
 
 STAGES = "Several runs in one file, in order: each entry overlays the keys above it (`stages: {sft: {...}, grpo: {...}}`)."
+
+
+NAMES: dict[str, Sequence[str]] = {
+    "objective": settings.OBJECTIVES,
+    "rewards.N.function": settings.REWARDS,
+    "data.task": settings.TASKS,
+    "reward_model.replay.task": settings.TASKS,
+    **{f"group.{kind}": tuple(PARTS[kind]) for kind in ("credit", "ratio", "surrogate", "weights", "divergence")},
+}
+"""Keys that take the name of something built in."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,7 +170,8 @@ def settings_table() -> dict[str, Setting]:
     def walk(section: type, prefix: str) -> Iterator[Setting]:
         for name, setting in fields_of(section).items():
             key = prefix + name
-            yield dataclasses.replace(setting, key=key)
+            names = f" Built in: {', '.join(NAMES[key])}." if key in NAMES else ""
+            yield dataclasses.replace(setting, key=key, meaning=setting.meaning + names)
             if setting.section:
                 many = typing.get_origin(setting.hint) is tuple
                 yield from walk(setting.section, f"{key}.N." if many else f"{key}.")

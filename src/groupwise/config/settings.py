@@ -143,8 +143,7 @@ class DataSettings:
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in task (addition, sums, arithmetic, gsm8k_arithmetic, preferences, calculator,
-    guessing), or one of your own, `file.py:NAME` or `module:NAME`."""
+    """Instead of `path`: a built-in task, or one of your own, `file.py:NAME` or `module:NAME`."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -205,8 +204,7 @@ class RewardSettings:
     """One reward function."""
 
     function: str
-    """A built-in (`accuracy`, `exact`, `number`, `think_format`, `tags`, `soft_overlong`, `cosine_length`, `repetition`,
-    `regex`, `environment`, `model`), `module:function`, or `path/to/file.py:function`."""
+    """A built-in function, or one of your own, `module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor in the sum."""
     name: str | None = None
@@ -370,14 +368,13 @@ class GroupSettings:
     kl: Literal["k1", "k2", "k3", "k3_ratio"] | None = None
     """KL estimator in the loss.  Default: the preset's (k3)."""
     credit: Part | None = None
-    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process, gae, reverse_kl, nothing, maxrl,
-    batch_centered."""
+    """Rewards -> advantages.  Default: the preset's."""
     ratio: Part | None = None
-    """Level of the importance ratio: token, sequence_mean, sequence_sum, sequence_token."""
+    """Level of the importance ratio.  Default: the preset's."""
     surrogate: Part | None = None
-    """Per-token policy loss: clipped, cispo, sapo, vespo, geometric, reinforce, importance, silent."""
+    """Per-token policy loss.  Default: the preset's."""
     weights: Part | None = None
-    """Normalisation: sequence_mean, token_mean, constant, sequence_sum, prompt_mean."""
+    """Normalisation.  Default: the preset's."""
     divergence: Part | None = None
     """Distance of the policy's next token from the teacher's, added to the loss: jsd (`beta` 0: KL(teacher || policy), 1, the
     default: KL(policy || teacher), and between; `top_k`: over the policy's likeliest tokens and one for the rest).  Default: the
@@ -584,9 +581,8 @@ class Recipe:
     """One run: an objective, a model, data, and how long."""
 
     objective: Annotated[str, MinLen(1)]
-    """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
-    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, reinforce, reinforce_pp_baseline, maxrl, gspo_token, gdpo, ppo, distill,
-    distill_sampled, minillm; or `file.py:NAME`, an `Algorithm` of your own."""
+    """What is trained on a data set (`prm`: a process reward model), an online algorithm, or `file.py:NAME`, an `Algorithm` of your
+    own."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
