@@ -19,7 +19,7 @@ from groupwise.config.recipes import load_recipe
 from groupwise.config.schema import describe, lookup
 from groupwise.config.settings import ScratchSettings
 from groupwise.config.trl import FATES, TABLE
-from groupwise.config.trl_convert import DEFAULTS, KINDS, OWN_DEFAULTS
+from groupwise.config.trl_arguments import DEFAULTS, KINDS, OWN_DEFAULTS
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.models.scratch import scratch_model

@@ -18,7 +18,7 @@ from typing import Any
 from groupwise.api.train import Training, train
 from groupwise.config.import_trl import Imported, translated
 from groupwise.config.trl import TABLE
-from groupwise.config.trl_convert import KINDS, Configuration, Line, RewardModel
+from groupwise.config.trl_arguments import KINDS, Configuration, Line, RewardModel
 from groupwise.config.trl_scripts import LORA
 from groupwise.errors import ConfigError
 from groupwise.utils.terminal import logger

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.trl import FATES, TABLE
-from groupwise.config.trl_convert import KINDS, ROLLED, Configuration, Line, Need, Note, Value, Write, flow, short
+from groupwise.config.trl_arguments import KINDS, ROLLED, Configuration, Line, flow, short
+from groupwise.config.trl_convert import Need, Note, Value, Write
 from groupwise.config.trl_files import SHELL_SCRIPTS, read_arguments
 from groupwise.config.trl_scripts import OPEN
 from groupwise.errors import ConfigError

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.config import trl_convert as by
-from groupwise.config.trl_convert import Configuration, Fate, Outcomes, Value
+from groupwise.config.trl_arguments import Configuration, Fate
+from groupwise.config.trl_convert import Outcomes, Value
 
 FATES: dict[Fate, str] = {
     "same": "carried over",

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.strict_yaml import parse_value
-from groupwise.config.trl_convert import Line, flow, mapping_of, parallel_of
+from groupwise.config.trl_arguments import Line, flow, mapping_of
+from groupwise.config.trl_convert import parallel_of
 from groupwise.config.trl_scripts import read_script
 from groupwise.errors import ConfigError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.trl import CALLS, TABLE
-from groupwise.config.trl_convert import KINDS, Line, Named, RewardModel
+from groupwise.config.trl_arguments import KINDS, Line, Named, RewardModel
 from groupwise.errors import ConfigError
 
 OPEN = "**"
