@@ -244,48 +244,113 @@ def sentence(path: Path) -> str:
 MODELS = """\
 # Models
 
-Will your checkpoint train, and how is that known? Made from `tests/models/families.json`, which `python tests/models/families.py`
-measures; tests hold the page, the file and what is found together.
+Will your checkpoint train, and how fast? `groupwise check model.path=...` answers for yours. This page answers for the families
+that people download. `make docs` makes it from `tests/models/families.json`, which `python tests/models/families.py` measures.
 
-A policy is a causal language model of transformers, loaded by the checkpoint's own class. Before a run begins, what it will compute
-is compared with the model's own forward and backward pass, one sequence at a time: your model with its weights, on the device and
-in the type of the run, on texts up to the run's longest. What differs is refused in words. The plan says what was proven where:
+| family | `model_type` | passes | sampling |
+|---|---|---|---|
+{downloaded}
+
+- **packed**: a step is one stream without padding, and a prompt is computed once for all its completions
+  ([batches](batches.md)).
+- **one by one**: a forward pass for every sequence, and `generate` for sampling. Both have to be set: `model: {{attention:
+  single}}`, `rollout: {{engine: transformers}}`. That is several times slower.
+- **specialised**: the engine computes the layers itself, which is the fastest way. **native**: the engine calls the model's
+  modules. Both compute a prompt once and continue conversations. **generate**: transformers' own loop.
+
+In all, transformers {transformers} knows {count} causal architectures: {packed} train packed, {single} one by one, {refused}
+are refused in words, {missing} could not be built. `tests/models/families.md` lists each with what is proven of it.
+
+## Hybrids
+
+Qwen3.5, Qwen3-Next, OLMo-hybrid (gated DeltaNet), Granite 4, Nemotron-H, Falcon-H1, Bamba (Mamba-2) and LFM2 (short
+convolutions) carry a state from token to token. In a stream, convolution and state begin anew at every segment. The state
+behind a shared prompt is computed once and forked to its completions, in scoring, in training and in the native engine; its
+gradient is the sum over all that begin with it. On GPUs the kernels of `flash-linear-attention` are used for gated DeltaNets in
+bfloat16 where they are installed.
+
+An update of 4 prompts with 8 completions of 64 tokens, by a hybrid of 18 million parameters on one thread of a CPU, in
+processor seconds:
+
+| prompt | shared | packed, prompts repeated | one by one |
+|---|---|---|---|
+| 32 tokens | 3.8 | 5.5 | 8.0 |
+| 128 tokens | 4.4 | 10.3 | 13.0 |
+
+## Checkpoints that read images
+
+Qwen3.5, Gemma 3 and 4, Mistral 3, Llama 4 and others are published with a part that reads images. They are loaded as the class
+that their `config.json` names. The text part is trained; the rest takes no gradient, no weight decay and no adapter, and
+`final/` holds it unchanged.
+
+## What is proven when a run begins
+
+What the run will compute is compared with the model's own forward and backward pass, one sequence at a time: your model with
+its weights, on the device and in the type of the run. What differs is refused in words. The plan says what was proven:
 
 ```text
 proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu in float32, at 7 lengths from 2 to 95 (to 2e-06)
 ```
 
 - scoring: log-probs of given tokens, in streams of several prompts and completions, within 0.0002 nats;
-- training, recompute, router: the gradient of an update as the run computes it, within 0.002 of each parameter's norm; of more than
-  {many} parameters that of all norms and biases, of the first and the last block, of embedding and head;
-- sampling, conversations: the log-prob that the native engine, or `generate`, draws a token with; in turns, where a world answers;
+- training, recompute, router: the gradient of an update as the run computes it, within 0.002 of each parameter's norm; of more
+  than {many} parameters that of all norms and biases, of the first and the last block, of embedding and head;
+- sampling, conversations: the log-prob that the engine draws a token with; in turns, where a world answers;
 - scores: of a reward model or a critic that is trained; a reward model that judges is held against its own pass over the first
   answers that it is asked for;
 - under an adapter all of that, with random numbers in the factor that begins at 0.
 
-Texts lie on both sides of every window, chunk and length that the configuration or the masks name and the run reaches, up to
-{across} tokens. A model of more than {large} parameters is asked less on a CPU, where a pass takes long: few short texts, and one
-behind each such length; no gradient of embedding and head. In autocast and bfloat16 the weights are compared in float32 first,
-where memory has room for that, then values and gradients in the type itself, by a wide measure. A proof is remembered for the same
-code, weights, device, type and texts (`proven before`); a model with code that comes with no known package is proven by every
-process.
+Texts lie on both sides of every window, chunk, convolution and length that the model names and the run reaches, up to {across}
+tokens. A model of more than {large} parameters is asked less on a CPU: few short texts, one behind each such length, no
+gradient of embedding and head. In autocast and bfloat16 the weights are compared in float32 first, where memory has room for
+that, then in the type itself, by a wide measure. A proof is remembered for the same code, weights, device, type and texts
+(`proven before`); a model with code that comes with no known package is proven by every process.
 
-What the proof does not see:
+The proof does not see:
 
 - what begins beyond the run's longest text, beyond {far} tokens at a length that nothing names, or beyond {across};
 - a soft cap that no score reaches;
-- rounding in bfloat16 that is a few times coarser than the model's own: for every family a test compares that too, see below;
+- rounding in bfloat16 that is a few times coarser than the model's own: a test compares that for every family;
 - on a CPU, in a large model, what needs many rows, long texts or the gradient of the head to show;
 - a reward model run one by one whose numbers of earlier tokens hear later ones;
 - engines outside of this process (vLLM): their log-probs are watched in every step.
 
 Nothing is dropped, whatever the dropout of the checkpoint's configuration: what is scored is what was sampled.
+"""
+DOWNLOADED: dict[str, tuple[str, str]] = {
+    "Qwen3.5, 3.6": ("qwen3_5, as published", "qwen3_5"),
+    "Qwen3.5, 3.6, experts": ("qwen3_5_moe, as published", "qwen3_5_moe"),
+    "Qwen3": ("qwen3", "qwen3"),
+    "Qwen3, experts": ("qwen3_moe", "qwen3_moe"),
+    "Qwen3-Next": ("qwen3_next", "qwen3_next"),
+    "Qwen2.5": ("qwen2", "qwen2"),
+    "Llama 3, SmolLM2": ("llama", "llama"),
+    "Llama 4": ("llama4, as published", "llama4"),
+    "Gemma 3": ("gemma3", "gemma3"),
+    "Gemma 4": ("gemma4", "gemma4"),
+    "Mistral": ("mistral", "mistral"),
+    "Mistral 3": ("mistral3, as published", "mistral3"),
+    "Phi-3, Phi-4": ("phi3", "phi3"),
+    "gpt-oss": ("gpt_oss", "gpt_oss"),
+    "DeepSeek-V3, R1": ("deepseek_v3", "deepseek_v3"),
+    "GLM-4.5": ("glm4_moe", "glm4_moe"),
+    "SmolLM3": ("smollm3", "smollm3"),
+    "OLMo 3": ("olmo3", "olmo3"),
+    "Granite 4": ("granitemoehybrid", "granitemoehybrid"),
+    "Nemotron-H": ("nemotron_h", "nemotron_h"),
+    "LFM2": ("lfm2", "lfm2"),
+    "Kimi Linear": ("kimi_linear", "kimi_linear"),
+}
+"""What people download: its row in the table of families, and its `model_type`."""
 
-The table says what a test found, without that proof, for a tiny random model of every architecture that
-transformers {transformers} knows. There, windows and chunks have {window} tokens, position encodings change at {window} or {twice},
-texts have 3 to 64 tokens and lie beside others, and every dropout of the configuration is {dropout}. What is listed as proven
-equals the model's own pass: the log-prob of every token within {tolerance:g} nats, the gradient of every parameter within
-{gradient_tolerance:g} of its norm.
+FAMILIES = """\
+# Families
+
+Made from families.json by `make docs`. It says what a test found, without the proof that loading makes, for a tiny random model
+of every causal architecture that transformers {transformers} knows. Windows and chunks have {window} tokens, position encodings
+change at {window} or {twice}, texts have 3 to 64 tokens and lie beside others, and every dropout of the configuration is
+{dropout}. What is listed as proven equals the model's own pass: the log-prob of every token within {tolerance:g} nats, the
+gradient of every parameter within {gradient_tolerance:g} of its norm.
 
 | what | says that |
 |---|---|
@@ -298,39 +363,56 @@ equals the model's own pass: the log-prob of every token within {tolerance:g} na
 | in bfloat16 | in `model.dtype: autocast` or `bfloat16` a run lies hardly farther from float32 than the own pass in that type |
 
 Hardly farther: the median difference of all log-probs is at most {lower:g} times that of the own pass, of those of a part of a
-text {lower_part:g} times, of a gradient {lower_gradient:g} times, in one of {draws} draws of texts: a near tie between two experts,
-which rounding decides otherwise, is so in one.
+text {lower_part:g} times, of a gradient {lower_gradient:g} times, in one of {draws} draws of texts: a near tie between two
+experts, which rounding decides otherwise, is so in one.
 
 Proven packed: {packed}. Proven one by one: {single}. Refused: {refused}. Cannot be built: {missing}. Accepted although
 different: {different}. Ending without a refusal in words: {untidy}.
 """
 
 
+class Sweep:
+    """What the sweep over all families found."""
+
+    def __init__(self) -> None:
+        self.held = json.loads((DOCS.parent / "tests/models/families.json").read_text(encoding="utf-8"))
+        self.rows, self.variants = self.held["rows"], self.held["variants"]
+        first = [name for name in self.held["first"] if name in self.rows]
+        others = (name for name in self.rows if name not in first and name not in self.variants)
+        self.families = {name: self.rows[name] for name in (*first, *others)}
+
+    def those(self, verdict: str, uses: str = "") -> dict[str, Any]:
+        """The families of which this was found."""
+        return {name: row for name, row in self.families.items() if row["verdict"] == verdict and row["uses"] == uses}
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What stands in the texts."""
+        counts = {"packed": len(self.those("proven", "packed")), "single": len(self.those("proven", "single"))}
+        counts |= {"refused": len(self.those("refused")), "missing": len(self.those("not built")), "count": len(self.families)}
+        counts |= {verdict: len(self.those(verdict)) for verdict in ("different", "untidy")}
+        sizes = {"many": f"{MANY:,}", "large": f"{LARGE:,}", "far": f"{FULL.far:,}", "across": f"{ACROSS:,}"}
+        return {**self.held, **counts, **sizes, "twice": 2 * self.held["window"]}
+
+
 def models_page() -> str:
+    """What people download, what hybrids and towers are, and what is proven when a run begins."""
+    sweep, lines = Sweep(), []
+    for family, (name, kind) in DOWNLOADED.items():
+        row = sweep.rows[name]
+        engine = next(path for path in ("specialised", "native", "generate") if path in row["paths"])
+        lines.append(f"| {family} | `{kind}` | {USES[row['uses']]} | {engine} |")
+    return MODELS.format(**sweep.numbers, downloaded="\n".join(lines))
+
+
+def families_page() -> str:
     """Every architecture: what is proven, what is refused, and what could not be looked at."""
-    held = json.loads((DOCS.parent / "tests/models/families.json").read_text(encoding="utf-8"))
-    rows, variants = held["rows"], held["variants"]
-    first = [name for name in held["first"] if name in rows]
-    families = {name: rows[name] for name in (*first, *(name for name in rows if name not in first and name not in variants))}
-
-    def those(verdict: str, uses: str = "") -> dict[str, Any]:
-        return {name: row for name, row in families.items() if row["verdict"] == verdict and row["uses"] == uses}
-
-    packed, single = those("proven", "packed"), those("proven", "single")
-    refused, missing = those("refused"), those("not built")
-    wrong = those("different") | those("untidy")
-    counts = {"packed": len(packed), "single": len(single), "refused": len(refused), "missing": len(missing)}
-    counts |= {verdict: len(those(verdict)) for verdict in ("different", "untidy")}
-    measured = {
-        "twice": 2 * held["window"],
-        "many": f"{MANY:,}",
-        "large": f"{LARGE:,}",
-        "far": f"{FULL.far:,}",
-        "across": f"{ACROSS:,}",
-    }
-    lines = [MODELS.format(**held, **measured, **counts), "## Packed", "", *proven_table(packed)]
+    sweep = Sweep()
+    refused, missing = sweep.those("refused"), sweep.those("not built")
+    wrong = sweep.those("different") | sweep.those("untidy")
+    lines = [FAMILIES.format(**sweep.numbers), "## Packed", "", *proven_table(sweep.those("proven", "packed"))]
     lines += ["", "## One by one", "", "Packed they are refused, each for the reason that stands beside it.", ""]
-    lines += [*proven_table(single), "", "## Refused", "", "Either way; this is what you read.", ""]
+    lines += [*proven_table(sweep.those("proven", "single")), "", "## Refused", "", "Either way; this is what you read.", ""]
     lines += ["| `model_type` | class | message |", "|---|---|---|"]
     lines += [f"| `{name}` | {row['kind']} | {cell(row['says'][-1])} |" for name, row in refused.items()]
     if wrong:
@@ -349,11 +431,14 @@ def models_page() -> str:
     lines += ["", "## Settings of a configuration that change its mathematics", ""]
     lines += ["Each laid over the tiny configuration of its family.", ""]
     lines += ["| family | configuration | runs | proven | in bfloat16 | notes |", "|---|---|---|---|---|---|"]
-    for name, variant in variants.items():
+    for name, variant in sweep.variants.items():
         changes = ", ".join(f"{key}: {json.dumps(value)}" for key, value in variant["changes"].items())
-        cells = [f"`{variant['family']}`", f"`{cell(changes)}`", *proof(rows[name])]
+        cells = [f"`{variant['family']}`", f"`{cell(changes)}`", *proof(sweep.rows[name])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+USES = {"packed": "packed", "single": "one by one"}
 
 
 def proven_table(rows: dict[str, Any]) -> list[str]:
@@ -372,7 +457,7 @@ def proof(row: dict[str, Any]) -> list[str]:
         paths.append("sampling (native, specialised)" if "specialised" in row["paths"] else "sampling (native)")
     if "generate" in row["paths"]:
         paths.append("sampling (generate)")
-    runs = {"packed": "packed", "single": "one by one", "": row["verdict"]}[row["uses"]]
+    runs = USES.get(row["uses"], row["verdict"])
     if not row["modes"]:
         return [runs, "", "", cell(" ".join(row["says"]))]
     lower = [mode for mode in ("autocast", "bfloat16") if row["modes"][mode] == ""]
@@ -618,6 +703,7 @@ def filled(text: str) -> str:
 def pages() -> dict[Path, str]:
     """Every page that is made, wholly or in part, as it ought to be."""
     found = {DOCS / name: make() for name, make in PAGES.items()}
+    found[DOCS.parent / "tests/models/families.md"] = families_page()
     found |= {DOCS / name: text for name, text in algorithm_pages().items()}
     for path in [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"]:
         text = path.read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ pass, one sequence at a time, without the library's proof or any of its code.  A
 be built here; one that is accepted and differs raises `Different`.
 
     export PYTHONPATH=tests/fixtures
-    python tests/models/families.py            every family, into families.json, from which docs/models.md is made
+    python tests/models/families.py            every family, into families.json, from which families.md and docs/models.md are made
     python tests/models/families.py llama      one, on the screen
     python tests/models/families.py --write llama      and into its row of families.json
 """
@@ -734,6 +734,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, alibi": ("falcon", {"alibi": True}),
     "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "bert, not a decoder": ("bert", {"is_decoder": False}),
+    "qwen3_5, as published": ("qwen3_5", {"architectures": ["Qwen3_5ForConditionalGeneration"]}),
+    "qwen3_5_moe, as published": ("qwen3_5_moe", {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}),
+    "llama4, as published": ("llama4", {"architectures": ["Llama4ForConditionalGeneration"]}),
+    "mistral3, as published": ("mistral3", {"architectures": ["Mistral3ForConditionalGeneration"]}),
     "qwen2_5_vl, its text part": (
         "qwen2_5_vl",
         {

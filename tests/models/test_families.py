@@ -1,6 +1,6 @@
 """Every causal architecture of the installed transformers is proven, refused in words, or cannot be built; none differs in silence.
 
-See families.py for what is compared, and docs/models.md for the table.
+See families.py for what is compared, and families.md for the table.
 """
 
 from __future__ import annotations

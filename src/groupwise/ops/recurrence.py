@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from groupwise.ops.autograd import Gradients, first_derivative
 from groupwise.records import Layout
@@ -250,7 +251,11 @@ def gated_rule(
         columns = [x.to(wide) for x in columns]
         if runs.longest == 1 and state_NHKV is not None:
             return one_position([runs.single(x) for x in columns], state_NHKV.to(wide))
-        return _by_chunks(columns, runs, None if state_NHKV is None else state_NHKV.to(wide))
+        state_NHKV = None if state_NHKV is None else state_NHKV.to(wide)
+        if not torch.is_grad_enabled():
+            return _by_chunks(columns, runs, state_NHKV)
+        # What the chunks are made of takes ten times the memory of the columns: it is made again in the backward pass.
+        return checkpoint(_by_chunks, columns, runs, state_NHKV, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
 
 def one_position(columns: Sequence[Tensor], state_NHKV: Tensor) -> tuple[Tensor, Tensor]:
