@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,14 @@ from groupwise.rewards.compose import build_rewards, no_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.plan import Load, microbatch, prepared_weights, process_memory
 from groupwise.training import online
+from groupwise.training.groups import sampled_rollouts
+from groupwise.training.loss import Loss
 from groupwise.training.offline import SFT, Objective, train_offline
-from groupwise.training.online import policy_loss, train_online, with_reference
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.preferences import reward_objective
 from groupwise.training.samples import weigh
+from groupwise.training.signals import with_reference
 from groupwise.training.teachers import Teacher
 from groupwise.utils.clock import Clock
 
@@ -107,7 +109,7 @@ class Ours:
         if self.work.online:
             samples = self._samples(found)
             told = {"teacher": self.teacher, "samples": samples}
-            value, seen = self._gradients(samples, partial(policy_loss, algorithm=self.algorithm, entropy_tokens=1.0, **told))
+            value, seen = self._gradients(samples, Loss(algorithm=self.algorithm, entropy_tokens=1.0, **told))
         else:
             objective, rows = self._rows()
             value, seen = self._gradients(objective.samples(rows), objective.loss, whole_groups=objective.whole_groups)
@@ -169,14 +171,18 @@ class Ours:
         steps = train_online(
             self.policy,
             self.algorithm,
-            engine=engine,
-            rewards=rewards,
-            draw=lambda count: prompts_of(work, next(visits))[:count],
-            optimizer=Optimizer(self.policy.model, settings, STEPS),
+            sampled_rollouts(
+                self.algorithm,
+                engine=engine,
+                rewards=rewards,
+                draw=lambda count: prompts_of(work, next(visits))[:count],
+                sampling=Sampling(max_new_tokens=work.completion),
+                steps=STEPS,
+                group=self.group,
+            ),
+            Optimizer(self.policy.model, settings, STEPS),
             group=self.group,
-            sampling=Sampling(max_new_tokens=work.completion),
             budget=positions(work, self.policy),
-            steps=STEPS,
             reference=self.reference,
             teacher=self.teacher,
             checkpointing=work.checkpointing,

@@ -105,6 +105,7 @@ def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> 
     from groupwise.config.settings import GroupSettings, RewardSettings
     from groupwise.records import Sampling
     from groupwise.rewards.compose import build_rewards
+    from groupwise.training.groups import sampled_rollouts
     from groupwise.training.online import train_online
 
     visits = iter(range(10**6))
@@ -113,14 +114,18 @@ def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> 
     yield from train_online(
         policy,
         resolve("grpo", group, work.completion),
-        engine=engine,
-        rewards=build_rewards([RewardSettings(function="_workload:reward")], columns=["dead"]),
-        draw=lambda count: prompts_of(work, next(visits))[:count],
-        optimizer=optimizer,
+        sampled_rollouts(
+            resolve("grpo", group, work.completion),
+            engine=engine,
+            rewards=build_rewards([RewardSettings(function="_workload:reward")], columns=["dead"]),
+            draw=lambda count: prompts_of(work, next(visits))[:count],
+            sampling=Sampling(max_new_tokens=work.completion),
+            steps=10**6,
+            group=group,
+        ),
+        optimizer,
         group=group,
-        sampling=Sampling(max_new_tokens=work.completion),
         budget=positions(work, policy),
-        steps=10**6,
     )
 
 

@@ -36,8 +36,8 @@ from groupwise.data.split import hash_share
 from groupwise.data.templates import Wording
 from groupwise.runs.job import Job, make_job
 from groupwise.training.baselines import bag_of_words, texts_of
+from groupwise.training.passes import assess
 from groupwise.training.preferences import pooled, reward_objective
-from groupwise.training.updating import assess
 
 RULE = "bag of words"
 

@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from groupwise import errors
+from groupwise.algorithms.losses import TeacherDivergence
 from groupwise.algorithms.parts import Part, describe, options
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
@@ -70,9 +71,13 @@ With `group.beta` above 0 every token's loss gets `+ beta KL`, estimated by `gro
 
 def algorithms_page() -> str:
     """The table, then the parts."""
-    lines = [INTRO + "| preset | credit | ratio | surrogate | weights |", "|---|---|---|---|---|"]
+    lines = [INTRO + "| preset | credit | ratio | surrogate | weights | extra terms |", "|---|---|---|---|---|---|"]
     for row in ALGORITHMS.values():
-        cells = [f"[`{row.name}`](algorithms/{row.name}.md)", *(f"`{describe(part)}`" for part in parts_of(row).values())]
+        cells = [
+            f"[`{row.name}`](algorithms/{row.name}.md)",
+            *(f"`{describe(part)}`" for part in parts_of(row).values()),
+            added(row),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", NOTATION, "## The parts", ""]
     lines += ["The keys of `group` name these. All but `kl` also take a function of your own ([own parts](own-parts.md))."]
@@ -86,6 +91,11 @@ def algorithms_page() -> str:
 def parts_of(row: Algorithm) -> dict[str, Callable[..., Any]]:
     """The four parts by the recipe's names for them."""
     return {"credit": row.credit, "ratio": row.ratio, "surrogate": row.surrogate, "weights": row.weights}
+
+
+def added(row: Algorithm) -> str:
+    """The extra terms of a row's loss."""
+    return ", ".join(f"`{describe(term)}`" for term in row.extra)
 
 
 def algorithm_pages() -> dict[str, str]:
@@ -112,7 +122,10 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
         lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), *taught, "```"]
     lines += ["", "Its parts: " + ", ".join(f"{key} `{describe(part)}`" for key, part in parts_of(row).items()) + "."]
     if row.name != "grpo" and not changed:
-        named = [f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items()]
+        named = [
+            f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items() if key != "extra"
+        ]
+        named += [f"extra terms {added(row)}"] if row.extra else []
         lines += ["", "Differs from [`grpo`](grpo.md) in: " + ", ".join(named) + "."]
     if row.divergence is None:  # whole distributions do not fit a table of tokens
         lines += ["", f"One step in numbers: `groupwise explain --preset {row.name}`."]
@@ -158,18 +171,23 @@ def from_grpo(row: Algorithm) -> dict[str, Any] | None:
     """The keys of `group` that turn grpo into this row; None if no keys do."""
     changed: dict[str, Any] = {}
     for name, value in different(row).items():
-        if name in ("kl_place", "importance", "kl"):
+        if name in ("kl_place", "kl") or (name == "extra" and TeacherDivergence(importance=True) in row.extra):
             return None
-        if isinstance(value, Part):
-            plain = options(type(value))
-            given = {key: option for key, option in options(value).items() if plain[key] != option}
-            changed[name] = {"name": value.name, **given} if given else value.name
-        else:
-            changed[name] = value
+        if name == "extra" and row.divergence is not None:
+            changed["divergence"] = setting(row.divergence)
+        elif name != "extra":
+            changed[name] = setting(value) if isinstance(value, Part) else value
     settings = GroupSettings(**changed)
     same_parts = different(resolve("grpo", settings, 256)), different(resolve(row.name, GroupSettings(), 256))
     assert [*same_parts[0]] == [*same_parts[1]], f"{row.name}: {same_parts}"
     return changed
+
+
+def setting(part: Any) -> Any:
+    """A part as a recipe names it."""
+    plain = options(type(part))
+    changed = {key: option for key, option in options(part).items() if plain[key] != option}
+    return {"name": part.name, **changed} if changed else part.name
 
 
 def first_paragraph(function: Callable[..., Any] | type) -> str:

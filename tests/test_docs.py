@@ -51,11 +51,13 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
 from groupwise.runs.flags import FLAGS
 from groupwise.runs.progress import COLUMNS, LOSS, Progress
+from groupwise.training.groups import sampled_rollouts
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
-from groupwise.training.online import improve, train_online, with_reference
+from groupwise.training.online import improve, train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import weigh
+from groupwise.training.signals import with_reference
 from groupwise.training.work import Meter
 
 ROOT = Path(__file__).parents[1]
@@ -569,16 +571,20 @@ def test_ten_steps_of_the_one_file_are_the_librarys(
             train_online(
                 policy,
                 resolve("grpo", settings, longest),
-                engine=NativeEngine(policy, max_rows=7),
-                rewards=rewards,
-                draw=draw,
-                optimizer=Optimizer(policy.model, OptimizerSettings(lr=2e-3), STEPS * mu),
+                sampled_rollouts(
+                    resolve("grpo", settings, longest),
+                    engine=NativeEngine(policy, max_rows=7),
+                    rewards=rewards,
+                    draw=draw,
+                    sampling=Sampling(temperature=temperature, max_new_tokens=longest),
+                    steps=STEPS,
+                    seed=seed,
+                    group=settings,
+                ),
+                Optimizer(policy.model, OptimizerSettings(lr=2e-3), STEPS * mu),
                 group=settings,
-                sampling=Sampling(temperature=temperature, max_new_tokens=longest),
                 budget=40,
-                steps=STEPS,
                 reference=policy.frozen_copy() if beta else None,
-                seed=seed,
             )
         )
     for name in ("reward", "loss", "grad_norm", "progress"):

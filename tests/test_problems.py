@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from head_losses import FunctionLoss
 from rule_rewards import RuleRewards
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -32,10 +33,12 @@ from groupwise.rollout.dynamic_sampling import GroupSampler
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.run import train
-from groupwise.training.online import policy_loss, train_online
+from groupwise.training.groups import sampled_rollouts
+from groupwise.training.loss import Loss
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import Assessment, update
 from groupwise.training.samples import weigh
-from groupwise.training.updating import Update, token_loss, update
 
 
 def prompts_of(*sizes: int) -> list[Prompt]:
@@ -59,7 +62,7 @@ def test_p03_minibatches_of_a_rollout_add_up_to_its_one_step(tiny_policy: Callab
         policy.model.zero_grad()
         samples = weigh(groups[part], advantages[part], algorithm)
         for batch in pack(samples, 1000, dtype=torch.float64):
-            policy_loss(policy, algorithm, batch, entropy_tokens=1.0)[0].backward()
+            Loss(algorithm=algorithm, entropy_tokens=1.0)(policy, batch)[0].backward()
         gradients = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
         return torch.cat(gradients).clone(), sum(sample.completion.size for sample in samples)
 
@@ -80,14 +83,18 @@ def test_p09_gpt2_as_it_is_configured_starts_at_its_reference() -> None:
     loop = train_online(
         policy,
         resolve("grpo", settings, 8),
-        engine=NativeEngine(policy, max_rows=8),
-        rewards=RuleRewards(odd),
-        draw=lambda k: prompts_of(1, 5, 9)[:k],
-        optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-4), 2),
+        sampled_rollouts(
+            resolve("grpo", settings, 8),
+            engine=NativeEngine(policy, max_rows=8),
+            rewards=RuleRewards(odd),
+            draw=lambda k: prompts_of(1, 5, 9)[:k],
+            sampling=Sampling(max_new_tokens=8),
+            steps=1,
+            group=settings,
+        ),
+        Optimizer(policy.model, OptimizerSettings(lr=1e-4), 2),
         group=settings,
-        sampling=Sampling(max_new_tokens=8),
         budget=100,
-        steps=1,
         reference=policy.frozen_copy(),
     )
     metrics = next(loop).metrics
@@ -245,16 +252,15 @@ def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Ca
     assert len(groups) == drawn == 3
 
 
-@pytest.mark.parametrize("as_is", [False, True])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_result(
-    tiny_policy: Callable, random_samples: Callable, caplog: pytest.LogCaptureFixture, cuda: bool, as_is: bool
+    tiny_policy: Callable, random_samples: Callable, caplog: pytest.LogCaptureFixture, cuda: bool
 ) -> None:
     """The loss below has memory for 40 packed positions; it fails in its second micro-batch, when there are gradients already."""
     samples = random_samples(4, 3, seed=1)
     message = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
 
-    def step(limit: int) -> tuple[Update, dict[str, torch.Tensor]]:
+    def step(limit: int) -> tuple[Assessment, dict[str, torch.Tensor]]:
         policy = tiny_policy()
         calls = []
 
@@ -263,7 +269,7 @@ def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_resul
             if calls[-1] > limit and len(calls) > 1:
                 raise torch.OutOfMemoryError("CUDA out of memory.") if cuda else RuntimeError(message)
             weight_M = batch.weight_P[batch.trained_M]
-            return token_loss(policy, batch, lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True, as_is=as_is)
+            return FunctionLoss(lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True)(policy, batch)
 
         optimizer = Optimizer(
             policy.model, OptimizerSettings(lr=1.0, warmup_steps=0, eps=1.0), 1
@@ -301,7 +307,7 @@ def test_an_update_that_was_interrupted_leaves_nothing_to_the_next(
                     raise KeyboardInterrupt
                 return -(weight_M[rows] * logp_M).sum()
 
-            return token_loss(policy, batch, token, separable=True, as_is=True)
+            return FunctionLoss(token, separable=True)(policy, batch)
 
         if stopped:
             with pytest.raises(KeyboardInterrupt):
@@ -322,7 +328,7 @@ def test_p64_an_optimizer_step_out_of_memory_is_not_tried_again(tiny_policy: Cal
 
     def loss(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         weight_M = batch.weight_P[batch.trained_M]
-        return token_loss(policy, batch, lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True)
+        return FunctionLoss(lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True)(policy, batch)
 
     with pytest.raises(torch.OutOfMemoryError):
         update(policy, loss, random_samples(4, 3, seed=1), Full(policy.model, OptimizerSettings(), 1), budget=60)

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from groupwise.training.offline import train_offline
     from groupwise.training.online import train_online
     from groupwise.training.optimizer import Optimizer
-    from groupwise.training.scoring import score
-    from groupwise.training.updating import update
+    from groupwise.training.passes import score, update
 
 _WHERE = {
     "train": "api.train",
@@ -71,8 +70,8 @@ _WHERE = {
     "ALGORITHMS": "algorithms.table",
     "resolve": "algorithms.resolve",
     "pack": "data.packing",
-    "score": "training.scoring",
-    "update": "training.updating",
+    "score": "training.passes",
+    "update": "training.passes",
     "Optimizer": "training.optimizer",
     "train_online": "training.online",
     "train_offline": "training.offline",

@@ -44,8 +44,8 @@ from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
 from groupwise.runs.origin import Origin
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]

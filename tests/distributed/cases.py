@@ -53,6 +53,7 @@ from groupwise.runs.policies import hold
 from groupwise.runs.run import Run, train
 from groupwise.runs.saving import reader
 from groupwise.training.critics import Critic
+from groupwise.training.groups import sampled_rollouts
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -165,19 +166,23 @@ def online(
         for step in train_online(
             policy,
             algorithm,
-            engine=sampler,
-            rewards=RuleRewards(reward_of, ("judge",)),
-            draw=lambda k: [rename(rows[row], epoch) for epoch, row in order.take(k)],
-            optimizer=optimizer,
+            sampled_rollouts(
+                algorithm,
+                engine=sampler,
+                rewards=RuleRewards(reward_of, ("judge",)),
+                draw=lambda k: [rename(rows[row], epoch) for epoch, row in order.take(k)],
+                sampling=Sampling(temperature=0.9, max_new_tokens=LONGEST),
+                steps=steps,
+                seed=7,
+                group=settings,
+            ),
+            optimizer,
             group=settings,
-            sampling=Sampling(temperature=0.9, max_new_tokens=LONGEST),
             budget=budget,
-            steps=steps,
             reference=reference,
             critic=judge,
             teacher=teacher,
             checkpointing=recompute,
-            seed=7,
         )
     ]
     kept = weights(policy)

@@ -24,6 +24,7 @@ from groupwise.data.demonstrations import Demonstration
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.groups import sampled_rollouts
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -53,16 +54,20 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
     return train_online(
         policy,
         algorithm,
-        engine=NativeEngine(policy, max_rows=16),
-        rewards=RuleRewards(even_or_long),
-        draw=lambda k: [next(prompts) for _ in range(k)],
-        optimizer=Optimizer(policy.model, SETTINGS, STEPS * settings.updates_per_rollout * settings.minibatches),
+        sampled_rollouts(
+            algorithm,
+            engine=NativeEngine(policy, max_rows=16),
+            rewards=RuleRewards(even_or_long),
+            draw=lambda k: [next(prompts) for _ in range(k)],
+            sampling=Sampling(temperature=0.9, max_new_tokens=8),
+            steps=STEPS,
+            seed=11,
+            group=settings,
+        ),
+        Optimizer(policy.model, SETTINGS, STEPS * settings.updates_per_rollout * settings.minibatches),
         group=settings,
-        sampling=Sampling(temperature=0.9, max_new_tokens=8),
         budget=64,
-        steps=STEPS,
         reference=policy.frozen_copy() if algorithm.needs_reference else None,
-        seed=11,
     )
 
 

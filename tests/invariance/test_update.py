@@ -21,10 +21,11 @@ from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSe
 from groupwise.data.packing import pack
 from groupwise.models.policy import Policy
 from groupwise.records import Sample, Scored
-from groupwise.training.critics import Critic, with_values
-from groupwise.training.online import policy_loss, with_reference
+from groupwise.training.critics import Critic
+from groupwise.training.loss import Loss
 from groupwise.training.samples import weigh
-from groupwise.training.teachers import Teacher, with_teacher
+from groupwise.training.signals import with_reference, with_teacher, with_values
+from groupwise.training.teachers import Teacher
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
@@ -57,7 +58,7 @@ def gradient(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], **
             critic.head.bias.add_(0.04)
     taught = {"teacher": teacher_of(policy, algorithm), "samples": samples}
     for batch in pack(samples, dtype=policy.dtype, **settings):  # type: ignore[arg-type]
-        policy_loss(policy, algorithm, batch, entropy_tokens=tokens, critic=critic, **taught)[0].backward()
+        Loss(algorithm=algorithm, entropy_tokens=tokens, critic=critic, **taught)(policy, batch)[0].backward()
     heads = {} if critic is None else {"critic.weight": critic.head.weight.grad.clone()}  # no gradient moves its bias
     return heads | {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 

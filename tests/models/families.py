@@ -51,10 +51,9 @@ from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
-from groupwise.training.offline import demonstration_loss
+from groupwise.training.offline import TokenNll
 from groupwise.training.optimizer import StepStats
-from groupwise.training.scoring import score
-from groupwise.training.updating import update
+from groupwise.training.passes import score, update
 
 FAMILIES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Every model type that transformers loads as a causal language model."""
@@ -498,7 +497,7 @@ class Case:
         """Largest relative difference of a gradient by the step that trains."""
         recorder: Any = Recorder(self.policy.model)
         with self.policy.checkpointing(recompute):
-            update(self.policy, demonstration_loss, self.samples, recorder, budget=budget)
+            update(self.policy, TokenNll(), self.samples, recorder, budget=budget)
         return apart(recorder.gradients, self.truth.gradients)
 
     def sampling(self, engine: Engine, prompts: Sequence[Prompt], group_size: int, most: int) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from head_losses import FunctionLoss
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -29,8 +30,7 @@ from groupwise.ops.in_place_gradients import gradient_of, summed_in_place, summi
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs, fused_loss, reference_logprobs
 from groupwise.records import Batch
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.scoring import score
-from groupwise.training.updating import assess, token_loss, update
+from groupwise.training.passes import assess, score, update
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -448,7 +448,7 @@ def test_weights_get_their_lower_precision_once_and_only_while_inside(
 
 
 def summed(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-    return token_loss(policy, batch, lambda logp_C, _entropy, _part: logp_C.sum(), separable=True, as_is=True)
+    return FunctionLoss(lambda logp_C, _entropy, _part: logp_C.sum(), separable=True)(policy, batch)
 
 
 def weighted(weight_M: Tensor, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
@@ -476,7 +476,7 @@ def test_gradients_of_the_vocabulary_are_summed_where_they_lie(
             for batch in batches:
                 weight_M = batch.weight_P[batch.trained_M]
                 loss = partial(weighted, weight_M)
-                token_loss(policy, batch, loss, separable=separable, as_is=True)[0].backward()
+                FunctionLoss(loss, separable=separable)(policy, batch)[0].backward()
         found.append({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     for name, expected in found[0].items():
@@ -510,7 +510,7 @@ def test_a_head_and_an_embedding_that_are_not_tied_have_sums_of_their_own(
         policy.model.zero_grad()
         with fused_modules(policy.model), summed_in_place(in_place):
             for _ in range(2):
-                token_loss(policy, batch, loss, separable=separable, as_is=True)[0].backward()
+                FunctionLoss(loss, separable=separable)(policy, batch)[0].backward()
         found.append({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys() == {name for name, p in policy.model.named_parameters() if p.requires_grad}
     for name, expected in found[0].items():
@@ -525,9 +525,9 @@ def test_in_a_loop_of_ones_own_a_loss_may_be_multiplied_and_asked_for_its_gradie
     (batch,) = pack(random_samples(), 10_000)
     loss = partial(weighted, batch.weight_P[batch.trained_M])
     parameters = list(policy.model.parameters())
-    once = torch.autograd.grad(token_loss(policy, batch, loss, separable=True, as_is=True)[0], parameters)
+    once = torch.autograd.grad(FunctionLoss(loss, separable=True)(policy, batch)[0], parameters)
     assert all(parameter.grad is None for parameter in parameters)
-    (2 * token_loss(policy, batch, loss, separable=True, as_is=True)[0]).backward()
+    (2 * FunctionLoss(loss, separable=True)(policy, batch)[0]).backward()
     for parameter, expected in zip(parameters, once, strict=True):
         assert parameter.grad is not None and relative(parameter.grad, 2 * expected) < 1e-5
 

@@ -26,9 +26,8 @@ from groupwise.models.reward_head import Answer, add_head, score_tokens, wrap_sc
 from groupwise.records import Sample
 from groupwise.training.offline import SFT
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import score, update
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
-from groupwise.training.updating import update
 
 LORA = LoraSettings(rank=4, alpha=8.0)
 

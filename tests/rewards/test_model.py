@@ -28,8 +28,8 @@ from groupwise.models.reward_head import Answer, add_head, load_scorer, score_to
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import update
 from groupwise.training.preferences import reward_objective
-from groupwise.training.updating import update
 
 
 @pytest.fixture

@@ -26,10 +26,11 @@ from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.run import train
+from groupwise.training.groups import sampled_rollouts
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
 
 
 def even(rollout: Rollout) -> float:
@@ -75,15 +76,19 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
         return engine, train_online(
             policy,
             corrected(resolve("grpo", settings, 8), CorrectionSettings()),
-            engine=engine,
-            rewards=RuleRewards(even),
-            draw=lambda k: [prompt(next(places)) for _ in range(k)],
-            optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-2), steps * settings.minibatches),
+            sampled_rollouts(
+                corrected(resolve("grpo", settings, 8), CorrectionSettings()),
+                engine=engine,
+                rewards=RuleRewards(even),
+                draw=lambda k: [prompt(next(places)) for _ in range(k)],
+                sampling=Sampling(temperature=0.8, max_new_tokens=8),
+                steps=steps,
+                ahead=ahead,
+                group=settings,
+            ),
+            Optimizer(policy.model, OptimizerSettings(lr=1e-2), steps * settings.minibatches),
             group=settings,
-            sampling=Sampling(temperature=0.8, max_new_tokens=8),
             budget=1000,
-            steps=steps,
-            ahead=ahead,
         )
 
     return start

@@ -13,8 +13,8 @@ from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import agreeing, why_apart
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
 
 
 def test_a_run_that_stops_for_a_mismatch_says_where_it_comes_from(tiny_policy: Callable[..., Policy]) -> None:

@@ -26,6 +26,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.run import train
 from groupwise.runs.stages import train_recipe
+from groupwise.training.groups import sampled_rollouts
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 
@@ -201,14 +202,18 @@ def test_gpt2_with_dropout_scores_what_it_sampled_p08_p09(tiny_policy: Callable[
     steps = train_online(
         policy,
         resolve("grpo", group, 12),
-        engine=NativeEngine(policy, max_rows=8),
-        rewards=rewards,
-        draw=draw,
-        optimizer=Optimizer(policy.model, OptimizerSettings(lr=0.0), 12),
+        sampled_rollouts(
+            resolve("grpo", group, 12),
+            engine=NativeEngine(policy, max_rows=8),
+            rewards=rewards,
+            draw=draw,
+            sampling=Sampling(max_new_tokens=12),
+            steps=2,
+            group=group,
+        ),
+        Optimizer(policy.model, OptimizerSettings(lr=0.0), 12),
         group=group,
-        sampling=Sampling(max_new_tokens=12),
         budget=64,
-        steps=2,
         reference=policy.frozen_copy(),
     )
     for step in steps:

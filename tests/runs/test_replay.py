@@ -24,8 +24,8 @@ from groupwise.runs.folder import read_metrics, read_step
 from groupwise.runs.replay import replay
 from groupwise.runs.run import train
 from groupwise.runs.run_files import CHECKSUMS
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
 
 spec = importlib.util.spec_from_file_location("replay_runs", Path(__file__).with_name("replay_runs.py"))
 assert spec is not None
@@ -208,7 +208,7 @@ def test_unreachable_weights_are_named_with_the_reason(run: Path) -> None:
         ("objective=grppo", "did you mean grpo"),
         ("objective=ppo", "ppo learns from a critic"),
         ("objective=distill", "learns from a teacher"),
-        ("group.surrogate.hihg=0.3", "there is no such keyword"),
+        ("group.surrogate.hihg=0.3", "has no such keyword"),
         ("group.minibatches=0", "group.minibatches"),
         ("group.beta", "an override is written key=value"),
     ],

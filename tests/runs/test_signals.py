@@ -30,7 +30,8 @@ from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.folder import RunLog
 from groupwise.runs.run import train
 from groupwise.runs.signals import endings
-from groupwise.training import evaluate, online
+from groupwise.training import evaluate
+from groupwise.training.loss import Loss
 from groupwise.training.optimizer import Optimizer
 from groupwise.utils import files
 
@@ -150,7 +151,7 @@ def test_c7_c8_a_signal_anywhere_leaves_the_last_whole_step(
             case "sampling":
                 between(NativeEngine, now, patch)
             case "backward" | "second minibatch":
-                each(online, "policy_loss", now, patch)
+                each(Loss, "__call__", now, patch)
             case "optimizer":
                 each(Optimizer, "_publish", now, patch)
             case "evaluation":

@@ -17,9 +17,11 @@ from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Scored
 from groupwise.training.closed_form import closed_form
-from groupwise.training.online import batch_loss, entropy_tokens, with_forking, with_reference, worked
+from groupwise.training.loss import Loss
+from groupwise.training.online import entropy_tokens, with_forking, worked
+from groupwise.training.passes import batches_of, score
 from groupwise.training.samples import sample_of, weigh
-from groupwise.training.scoring import batches_of, score
+from groupwise.training.signals import with_reference
 
 SETTINGS = {
     **{name: {} for name in ALGORITHMS},
@@ -60,7 +62,7 @@ def test_the_closed_form_gradient_equals_autograd(
             None, entropy=algorithm.needs_entropy,
         )  # fmt: skip
         logp_M.retain_grad()
-        value = batch_loss(algorithm, batch, entropy_tokens=tokens)(logp_M, entropy_M, slice(0, len(logp_M)))
+        value = Loss(algorithm=algorithm, entropy_tokens=tokens).tokens(batch, logp_M, entropy_M, slice(0, len(logp_M)))
         value.backward()
         assert logp_M.grad is not None
         loss += value.item()

@@ -24,10 +24,13 @@ from groupwise.records import Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import sampled_elsewhere
+from groupwise.training.groups import sampled_rollouts
+from groupwise.training.loss import Loss
 from groupwise.training.metrics import measure
-from groupwise.training.online import improve, policy_loss, train_online, with_scores
+from groupwise.training.online import improve, train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import weigh
+from groupwise.training.signals import with_scores
 
 
 def grpo(**keywords: Any) -> Algorithm:
@@ -48,7 +51,7 @@ def gradients(policy: Policy, loss: torch.Tensor) -> list[torch.Tensor]:
 
 def whole_loss(policy: Policy, algorithm: Algorithm, samples: list[Sample]) -> torch.Tensor:
     batches = pack(samples, 60, device=policy.device, dtype=torch.float64)
-    return torch.stack([policy_loss(policy, algorithm, batch, entropy_tokens=1.0)[0] for batch in batches]).sum()
+    return torch.stack([Loss(algorithm=algorithm, entropy_tokens=1.0)(policy, batch)[0] for batch in batches]).sum()
 
 
 def shifted(policy: Policy, samples: list[Sample], spread: float) -> list[Sample]:
@@ -163,15 +166,19 @@ def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, t
     steps = train_online(
         policy,
         algorithm,
-        engine=NativeEngine(sampler, max_rows=16),
-        rewards=RuleRewards(remainder),
-        draw=lambda k: [next(prompts) for _ in range(k)],
-        optimizer=optimizer,
+        sampled_rollouts(
+            algorithm,
+            engine=NativeEngine(sampler, max_rows=16),
+            rewards=RuleRewards(remainder),
+            draw=lambda k: [next(prompts) for _ in range(k)],
+            sampling=Sampling(max_new_tokens=8),
+            steps=2,
+            ahead=PrefetchedRollouts(ahead),
+            group=settings,
+        ),
+        optimizer,
         group=settings,
-        sampling=Sampling(max_new_tokens=8),
         budget=100,
-        steps=2,
-        ahead=PrefetchedRollouts(ahead),
     )
     last = list(steps)[-1]
     found, before = seen[-1]

@@ -31,11 +31,13 @@ from groupwise.models.reward_head import make_scorer
 from groupwise.records import Batch, Scored
 from groupwise.runs import policies
 from groupwise.runs.run import train
-from groupwise.training import critics, metrics
-from groupwise.training.critics import Critic, with_values
-from groupwise.training.online import centre, improve, policy_loss, with_reference
+from groupwise.training import critics, metrics, signals
+from groupwise.training.critics import Critic
+from groupwise.training.loss import CriticLoss, Loss
+from groupwise.training.online import improve
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import weigh
+from groupwise.training.signals import centre, with_reference, with_values
 
 
 def valued(group: Scored, *, seed: int = 0, reference: bool = True) -> Scored:
@@ -167,8 +169,8 @@ def states(policy: Policy, sample) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, groups: list[Scored]) -> None:
     """Value and gradient of `L_clip + c L_value`, after both policy and critic have moved, to 1e-10."""
     policy = tiny_policy(dtype=torch.float64, scale=2.0)
-    algorithm = resolve("ppo", GroupSettings(group_size=4, beta=0.1), 12)
     settings = CriticSettings(coefficient=0.3, clip=0.1)
+    algorithm = resolve("ppo", GroupSettings(group_size=4, beta=0.1), 12, settings)
     critic = settled(Critic.on(policy, settings, OptimizerSettings(), 1))
     reference = tiny_policy(dtype=torch.float64, scale=1.9)
     scored = with_values(with_reference(groups, reference, 100), critic, algorithm, 100)
@@ -189,7 +191,7 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
         return list(torch.autograd.grad(loss, parameters))
 
     parts = [
-        policy_loss(policy, algorithm, b, entropy_tokens=1.0, critic=critic)[0] for b in pack(samples, 60, dtype=torch.float64)
+        Loss(algorithm=algorithm, entropy_tokens=1.0, critic=critic)(policy, b)[0] for b in pack(samples, 60, dtype=torch.float64)
     ]
     found = torch.stack(parts).sum()
     tokens = sum(int(rollout.trained.sum()) for group in groups for rollout in group.rollouts)
@@ -238,15 +240,15 @@ def test_what_fitted_into_memory_for_the_critic_is_remembered(
     critic = Critic.of(scorer_of(policy, tmp_path), CriticSettings(lr=1e-2), OptimizerSettings(), 4)
     scored = with_values(groups, critic, algorithm, 100)
     samples = weigh(scored, algorithm.credit(scored), algorithm)
-    loss, seen = critics.Critic.loss, []
+    loss, seen = CriticLoss.__call__, []
 
-    def limited(self: Critic, batch: Batch, value_M: torch.Tensor) -> torch.Tensor:
+    def limited(self: CriticLoss, policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(batch.layout.total)
         if batch.layout.total > 50:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return loss(self, batch, value_M)
+        return loss(self, policy, batch)
 
-    monkeypatch.setattr(critics.Critic, "loss", limited)
+    monkeypatch.setattr(CriticLoss, "__call__", limited)
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 4)
     assert improve(policy, algorithm, samples, optimizer, budget=100, critic=critic).budget <= 50
     assert (optimizer.taken, critic.optimizer.taken) == (1, 1)
@@ -378,13 +380,14 @@ def lines_of_code(source: str) -> int:
 def test_ppo_is_under_200_lines_of_its_own() -> None:
     parts = [
         critics,
-        credit.Gae(),
-        credit._discounted,
+        credit.Gae,
         credit.returns,
-        kl_estimators.k3_numbers,
+        losses.ValueLoss,
         losses.clipped_value,
+        CriticLoss,
+        signals.with_values,
+        kl_estimators.k3_numbers,
     ]
-    parts += [kl_estimators.k3_numbers, losses.clipped_value]
     parts += [CriticSettings, policies.critic_of, metrics.value_metrics, validation._critic]
     counts = {part.__name__: lines_of_code(inspect.getsource(part)) for part in parts}
     print(f"PPO: {sum(counts.values())} lines of its own: {counts}")

@@ -27,14 +27,16 @@ from groupwise.rewards.step_signals import with_turns
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.closed_form import closed_form
 from groupwise.training.critics import Critic
+from groupwise.training.groups import sampled_rollouts
+from groupwise.training.loss import Loss
 from groupwise.training.metrics import completion_metrics, episode_metrics, measure
 from groupwise.training.mismatch import diagnose
-from groupwise.training.online import policy_loss, train_online, with_reference, with_scores, worked
+from groupwise.training.online import train_online, worked
 from groupwise.training.optimizer import Optimizer, StepStats
+from groupwise.training.passes import Assessment, batches_of, score, score_rollouts
 from groupwise.training.samples import joined, part_of, samples_of, unbranched, weigh
-from groupwise.training.scoring import batches_of, score, score_rollouts
+from groupwise.training.signals import with_reference, with_scores
 from groupwise.training.teachers import Teacher
-from groupwise.training.updating import Update
 
 PLAIN = [name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher or row.needs_steps)]
 SETTINGS: dict[str, dict[str, Any]] = {"grpo": {"beta": 0.1}, "cispo": {"off_policy_delta": 0.01}}
@@ -120,7 +122,7 @@ def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget:
     policy.model.zero_grad()
     total = 0.0
     for batch in batches_of(policy, worked(algorithm, samples), budget):
-        value, _ = policy_loss(policy, algorithm, batch, entropy_tokens=tokens)
+        value, _ = Loss(algorithm=algorithm, entropy_tokens=tokens)(policy, batch)
         value.backward()
         total += float(value.detach())
     return total, torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None])
@@ -225,7 +227,7 @@ def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str 
         samples = weigh(groups, algorithm.credit(groups), algorithm)
         loss, grad = gradient(policy, algorithm, groups, 60)
         scores = score(policy, samples, budget=60, entropy=True)
-        seen = Update(
+        seen = Assessment(
             samples=samples, seen=scores.logp, entropy=scores.entropy, loss=loss, positions=[1], budget=60,
             stats=StepStats(grad_norm=float(grad.norm()), lr=0.1, skipped=False),
         )  # fmt: skip
@@ -363,14 +365,18 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
     steps = train_online(
         policy,
         algorithm,
-        engine=NativeEngine(policy, max_rows=5, world=world),
-        rewards=RuleRewards(remainder),
-        draw=lambda k: [next(prompts) for _ in range(k)],
-        optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-3), 100),
+        sampled_rollouts(
+            algorithm,
+            engine=NativeEngine(policy, max_rows=5, world=world),
+            rewards=RuleRewards(remainder),
+            draw=lambda k: [next(prompts) for _ in range(k)],
+            sampling=Sampling(max_new_tokens=40),
+            steps=2,
+            group=settings,
+        ),
+        Optimizer(policy.model, OptimizerSettings(lr=1e-3), 100),
         group=settings,
-        sampling=Sampling(max_new_tokens=40),
         budget=100,
-        steps=2,
         reference=policy.frozen_copy() if algorithm.needs_reference else None,
         critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
         teacher=Teacher(policy=tiny_policy("llama", dtype=torch.float64, scale=1.7)) if algorithm.needs_teacher else None,

@@ -18,8 +18,8 @@ from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.mismatch import diagnose
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
 
 Logp = list[np.ndarray]
 

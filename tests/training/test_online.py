@@ -23,11 +23,12 @@ from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
+from groupwise.training.groups import demand_training, sampled_rollouts
 from groupwise.training.metrics import reward_metrics
-from groupwise.training.online import demand_training, improve, train_online
+from groupwise.training.online import improve, train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import Scores, score
 from groupwise.training.samples import sample_of, weigh
-from groupwise.training.scoring import Scores, score
 from groupwise.training.teachers import Teacher
 
 
@@ -63,14 +64,18 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
         return policy, train_online(
             policy,
             algorithm,
-            engine=engine or NativeEngine(policy, max_rows=8),  # type: ignore[arg-type]
-            rewards=RuleRewards(rule),
-            draw=lambda k: [next(prompts) for _ in range(k)],
-            optimizer=Optimizer(policy.model, optimizer or OptimizerSettings(lr=1e-3), 100),
+            sampled_rollouts(
+                algorithm,
+                engine=engine or NativeEngine(policy, max_rows=8),
+                rewards=RuleRewards(rule),
+                draw=lambda k: [next(prompts) for _ in range(k)],
+                sampling=sampling,
+                steps=steps,
+                group=settings,
+            ),
+            Optimizer(policy.model, optimizer or OptimizerSettings(lr=1e-3), 100),
             group=settings,
-            sampling=sampling,
             budget=budget,
-            steps=steps,
             reference=policy.frozen_copy() if algorithm.needs_reference else None,
             critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
             teacher=Teacher(policy=tiny_policy("llama", scale=1.7)) if algorithm.needs_teacher else None,

@@ -27,9 +27,8 @@ from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
 from groupwise.training.online import improve
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import Assessment, score
 from groupwise.training.samples import sample_of, weigh
-from groupwise.training.scoring import score
-from groupwise.training.updating import Update
 
 ROOT = Path(__file__).parents[2]
 EOS = 1
@@ -118,7 +117,7 @@ def rows_of(groups: list[Scored], advantages: list, rows: Sequence[int]) -> tupl
 
 def take(
     policy: Policy, algorithm: Algorithm, groups: list[Scored], rows: Sequence[int], budget: int
-) -> tuple[Update, torch.Tensor]:
+) -> tuple[Assessment, torch.Tensor]:
     """One step on these completions and its gradient; the weights are left as they were."""
     seen: list[torch.Tensor] = []
 

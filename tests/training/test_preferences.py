@@ -23,6 +23,7 @@ from groupwise.training.baselines import bag_of_words, length_rule
 from groupwise.training.objectives import OBJECTIVES
 from groupwise.training.offline import Objective, train_offline, validate
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import assess, update
 from groupwise.training.preferences import (
     PROCESS,
     anchored,
@@ -32,7 +33,6 @@ from groupwise.training.preferences import (
     reward_objective,
     with_replay,
 )
-from groupwise.training.updating import assess, update
 
 
 def random_pairs(count: int = 5, margin: float = 0.0, seed: int = 0) -> list[Pair]:

@@ -25,8 +25,9 @@ from groupwise.rewards.compose import unjudged
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.runs.run import train
-from groupwise.training.scoring import score
-from groupwise.training.teachers import Teacher, with_teacher
+from groupwise.training.passes import score
+from groupwise.training.signals import with_teacher
+from groupwise.training.teachers import Teacher
 
 
 class FakeServer:

@@ -31,12 +31,14 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.run import train
-from groupwise.training.critics import Critic, with_values
-from groupwise.training.online import improve, policy_loss, with_scores
+from groupwise.training.critics import Critic
+from groupwise.training.loss import Loss
+from groupwise.training.online import improve
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of, weigh
-from groupwise.training.scoring import score
-from groupwise.training.teachers import Demonstrations, Teacher, with_demonstrations, with_teacher
+from groupwise.training.signals import with_scores, with_teacher, with_values
+from groupwise.training.teachers import Demonstrations, Teacher, with_demonstrations
 
 F64 = torch.float64
 
@@ -61,7 +63,7 @@ def assert_same(policy: Policy, found: torch.Tensor, expected: torch.Tensor) -> 
 
 def whole_loss(policy: Policy, algorithm: object, samples: list[Sample], teacher: Teacher) -> torch.Tensor:
     parts = [
-        policy_loss(policy, algorithm, batch, entropy_tokens=1.0, teacher=teacher, samples=samples)[0]  # type: ignore[arg-type]
+        Loss(algorithm=algorithm, entropy_tokens=1.0, teacher=teacher, samples=samples)(policy, batch)[0]  # type: ignore[arg-type]
         for batch in pack(samples, 50, dtype=F64)
     ]
     return torch.stack(parts).sum()
@@ -206,7 +208,7 @@ def test_demonstrations_weigh_what_they_are_said_to(tiny_policy: Callable, group
     assert [s.completion.size for s in shown.of(3)] == lengths[9:12], "by the number of the step alone"
     algorithm = resolve("distill", GroupSettings(group_size=4), 12)
     own = weigh(groups, algorithm.credit(groups), algorithm)
-    samples = with_demonstrations(own, drawn[0])
+    samples = with_demonstrations(algorithm, own, drawn[0])
     expected = torch.zeros((), dtype=F64)
     tokens = sum(sample.completion.size for sample in drawn[0])
     for sample in samples:
@@ -278,13 +280,13 @@ def test_a_critic_is_not_asked_about_demonstrations(tiny_policy: Callable, score
     whole, alone = (
         torch.stack(
             [
-                policy_loss(
-                    policy, algorithm, batch, entropy_tokens=1.0, critic=critic, teacher=Teacher(policy=other), samples=some
+                Loss(algorithm=algorithm, entropy_tokens=1.0, critic=critic, teacher=Teacher(policy=other), samples=some)(
+                    policy, batch
                 )[0]
                 for batch in pack(some, 1000, dtype=F64)
             ]
         ).sum()
-        for some in (with_demonstrations(samples, shown), samples)
+        for some in (with_demonstrations(algorithm, samples, shown), samples)
     )
     assert float((whole - alone).detach()) == pytest.approx(shown_alone(policy, other, shown, 0.5, 0.25), rel=1e-9)
 

@@ -26,8 +26,8 @@ from groupwise.models.loading import load_policy
 from groupwise.runs.folder import read_step
 from groupwise.runs.job import make_job
 from groupwise.runs.run import train
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
 
 from .conftest import REWARD
 

@@ -29,8 +29,8 @@ from groupwise.rollout.vllm.engine import EXACT, VllmEngine
 from groupwise.rollout.vllm.request_pool import computed_tokens
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.runs.engines import agreeing
+from groupwise.training.passes import score, score_rollouts
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score, score_rollouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=24)

@@ -19,6 +19,7 @@ from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.training.critics import Critic
+from groupwise.training.groups import sampled_rollouts
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.teachers import Teacher
@@ -81,18 +82,22 @@ class World:
         yield from train_online(
             self.policy,
             corrected(algorithm, CorrectionSettings()) if ahead else algorithm,
-            engine=engine or NativeEngine(self.policy, max_rows=256),  # type: ignore[arg-type]
-            rewards=RuleRewards(self.rule),
-            draw=self.draw,
-            optimizer=Optimizer(self.policy.model, OptimizerSettings(lr=self.lr, betas=(0.9, 0.99)), updates),
+            sampled_rollouts(
+                corrected(algorithm, CorrectionSettings()) if ahead else algorithm,
+                engine=engine or NativeEngine(self.policy, max_rows=256),
+                rewards=RuleRewards(self.rule),
+                draw=self.draw,
+                sampling=self.sampling,
+                steps=steps,
+                ahead=PrefetchedRollouts(ahead),
+                group=settings,
+            ),
+            Optimizer(self.policy.model, OptimizerSettings(lr=self.lr, betas=(0.9, 0.99)), updates),
             group=settings,
-            sampling=self.sampling,
             budget=4096,
-            steps=steps,
             reference=reference,
             critic=self.critic(updates) if algorithm.needs_value else None,
             teacher=teacher,
-            ahead=PrefetchedRollouts(ahead),
         )
 
     def critic(self, updates: int) -> Critic:

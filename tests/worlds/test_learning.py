@@ -11,8 +11,8 @@ from groupwise.algorithms.table import ALGORITHMS
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
 
 SIZE = {"prompts_per_step": 8, "group_size": 16}
 

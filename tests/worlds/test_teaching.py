@@ -14,8 +14,8 @@ from groupwise.models.policy import Policy
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
 from groupwise.training.teachers import Teacher
 
 SIZE = {"prompts_per_step": 4, "group_size": 16}

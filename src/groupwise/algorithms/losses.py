@@ -11,12 +11,14 @@ b the same under the behaviour policy, which sampled   ref the same under the re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Optional
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Optional
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from groupwise.algorithms.parts import Ratio, Surrogate
+from groupwise.algorithms.divergences import Jsd
+from groupwise.algorithms.parts import Ratio, Surrogate, Term
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +30,7 @@ FLOOR = math.log(1e-8)
 
 NotNegative = Annotated[float, Ge(0.0)]
 Positive = Annotated[float, Gt(0.0)]
+MaybeNotNegative = Optional[NotNegative]  # noqa: UP045 - `|` of annotated types is for type checkers no value
 AboveOne = Annotated[float, Gt(1.0)]
 MaybeAboveOne = Optional[AboveOne]  # noqa: UP045 - `|` of annotated types is for type checkers no value
 
@@ -66,6 +69,14 @@ class Terms:
     """The log-probs of the engine that sampled.  None: they are b."""
     mismatch: Mismatch | None = None
     """Only then: what corrects for it."""
+    sampled_M: Tensor | None = None
+    """bool: the tokens of rollouts.  None: all; the others are of demonstrations, which nobody sampled."""
+    signals: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further columns (M,): `value` and `return` with a critic, and what a term `reads`."""
+    value_M: Tensor | None = None
+    """The critic's value now, differentiable: for terms that read `value`."""
+    divergence: Callable[[Callable[..., Tensor]], Tensor] | None = None
+    """Gives a function of the student's and the teacher's log-probs (C, V) for every token (M,): for terms that read `teacher`."""
 
     def __post_init__(self) -> None:
         if self.log_ratio_M is None:
@@ -244,6 +255,59 @@ class Silent(Surrogate):
 
     def __call__(self, terms: Terms) -> Tensor:
         return 0.0 * terms.logp_M
+
+
+# ---- extra terms: (terms, settings) -> loss_M --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ValueLoss(Term):
+    """`0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`: what a critic learns (`clipped_value`).
+
+    R is NaN where nothing is to be learnt.
+    """
+
+    clip: MaybeNotNegative = 0.2
+    coefficient: NotNegative = 1.0
+    reads = ("value",)
+
+    def __call__(self, terms: Terms) -> Tensor:
+        assert terms.value_M is not None
+        before_M, return_M = terms.signals["value"], terms.signals["return"]
+        known_M = ~return_M.isnan()
+        loss_M = clipped_value(terms.value_M, before_M, return_M.where(known_M, before_M), clip=self.clip)
+        return self.coefficient * (known_M * loss_M)
+
+
+@dataclass(frozen=True)
+class TeacherDivergence(Term):
+    """The divergence of the policy's next token from a teacher's, over the whole vocabulary.
+
+    With `importance` a token counts by `sg[exp(l - b)]`: how likely the policy finds it, over how likely it was drawn.
+    """
+
+    function: Callable[..., Any] = Jsd()  # noqa: RUF009 - frozen
+    importance: bool = False
+    reads = ("teacher",)
+
+    def __call__(self, terms: Terms) -> Tensor:
+        assert terms.divergence is not None
+        loss_M = terms.divergence(self.function)
+        if not self.importance:
+            return loss_M
+        importance_M = guarded_exp(terms.logp_M.detach() - terms.behavior_logp_M)
+        return loss_M * (importance_M if terms.sampled_M is None else importance_M.where(terms.sampled_M, 1.0))
+
+
+@dataclass(frozen=True)
+class DemonstrationLoss(Term):
+    """`-l` of the tokens of demonstrations, which are mixed into every optimizer step (`teacher.demonstrations`)."""
+
+    per_token = True
+    of_demonstrations = True
+
+    def __call__(self, terms: Terms) -> Tensor:
+        return -terms.logp_M
 
 
 # ---- masks and corrections: constants that multiply the surrogate ------------------------------------------------------------

@@ -37,21 +37,23 @@ class Part:
     name: ClassVar[str] = ""
     """In a recipe: the class's name in small letters."""
     reads: ClassVar[Any] = ()
-    """Credit: names of the signals that it reads beside rewards: `value` (a critic is then trained), `teacher_logp` (a teacher
-    scores what was drawn), `process` (rewards of steps)."""
+    """Credit, extra term: names of the signals that it reads beside rewards: `value` (a critic is then trained), `teacher_logp` (a
+    teacher scores what was drawn), `process` (rewards of steps); of a term also `teacher` (the teacher's distributions)."""
     needs_reward: ClassVar[Any] = True
     """Credit: False if it never looks at a reward."""
     compares_siblings: ClassVar[Any] = False
     """Credit: True if a group of one completion would get no advantage."""
     per_token: ClassVar[Any] = False
-    """Ratio, surrogate: True if a token's loss depends on that token alone: its gradient is then taken while the log-probs of the
-    other tokens do not exist yet."""
+    """Ratio, surrogate, extra term: True if a token's loss depends on that token alone: its gradient is then taken while the
+    log-probs of the other tokens do not exist yet."""
     ratio_level: ClassVar[Any] = None
     """Surrogate: name of the ratio level that it is looked at by, where it does not read `Terms.log_ratio_M`."""
     folds_mismatch: ClassVar[Any] = False
     """Surrogate: True if the weights of a sampler mismatch are in its own weight; all others are multiplied by them."""
     reads_logp: ClassVar[Any] = True
     """Surrogate: False if its loss does not depend on log-probs."""
+    of_demonstrations: ClassVar[Any] = False
+    """Extra term: True if it is about demonstrations alone."""
 
     def __init_subclass__(cls) -> None:
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
@@ -81,6 +83,10 @@ class Kl(Part):
     """Log-probs, those of the reference, log-ratios -> the estimated KL of each token."""
 
 
+class Term(Part):
+    """`losses.Terms` -> the loss of each token, added to the surrogate's with a weight of its own."""
+
+
 class Divergence(Part):
     """Log-probs of student and teacher over the vocabulary -> the distance of each row."""
 
@@ -93,6 +99,7 @@ INPUTS = {
     "divergence": ("log_q_CV", "log_p_CV"),
     "filter": ("group",),
     "kl": ("logp_M", "reference_logp_M", "log_ratio_M"),
+    "extra": ("terms",),
 }
 """What each kind of part is called with."""
 
@@ -175,7 +182,8 @@ def with_options(part: Callable[..., Any], chosen: Mapping[str, Any]) -> Callabl
 
 def describe(part: Callable[..., Any]) -> str:
     """A part as one would write it, without what is off: `clipped(low=0.2, high=0.28)`."""
-    settings = ", ".join(f"{name}={value}" for name, value in options(part).items() if value is not None)
+    shown = {name: describe(value) if isinstance(value, Part) else value for name, value in options(part).items()}
+    settings = ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
     return f"{name_of(part)}({settings})" if settings else name_of(part)
 
 

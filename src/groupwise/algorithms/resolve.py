@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from groupwise.algorithms.divergences import Jsd
-from groupwise.algorithms.losses import Correction
+from groupwise.algorithms.losses import Correction, DemonstrationLoss, TeacherDivergence, ValueLoss
 from groupwise.algorithms.parts import (
     bare,
     check_inputs,
@@ -31,7 +30,7 @@ from groupwise.utils.imports import imported
 from groupwise.utils.spelling import nearest
 
 if TYPE_CHECKING:
-    from groupwise.config.settings import CorrectionSettings, GroupSettings, Part
+    from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, Part
 
 KLS_IN_REWARD = ("k1", "k3")
 """Estimators that a credit with the option `kl` can subtract from the reward."""
@@ -39,10 +38,10 @@ SETTINGS = {"beta", "kl"}
 """Options of parts that are settings of their own."""
 
 
-def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algorithm:
+def resolve(objective: str, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None) -> Algorithm:
     """The algorithm that a recipe asks for: the row `objective` with the parts and numbers that `group` replaces.
 
-    max_new_tokens: the longest completion, for weights that divide by it.
+    max_new_tokens: the longest completion, for weights that divide by it.   critic: the numbers of the value loss.
     Raises ConfigError for an unknown name, part or option, a value out of range, and what cannot work together.
 
     >>> from groupwise.config.settings import GroupSettings
@@ -51,7 +50,7 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
     ('clipped(low=0.2, high=0.28)', 0.04, True)
     """
     row = row_of(objective)
-    algorithm = adapted(row, group, max_new_tokens)
+    algorithm = adapted(row, group, max_new_tokens, critic)
     for keys, message in conflicts(algorithm, row, group):
         raise ConfigError(message, key=keys[0])
     for kind in ("credit", "ratio", "surrogate", "weights", "kl"):
@@ -59,6 +58,8 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
     for kind, part in (("divergence", algorithm.divergence), ("filter", algorithm.keeps)):
         if part is not None:
             check_inputs(kind, part)
+    for term in algorithm.extra:
+        check_inputs("extra", term)
     return algorithm
 
 
@@ -80,22 +81,20 @@ def row_of(objective: str) -> Algorithm:
     return row
 
 
-def adapted(row: Algorithm, group: GroupSettings, max_new_tokens: int) -> Algorithm:
+def adapted(row: Algorithm, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None) -> Algorithm:
     """A row with what `group` replaces.  Raises ConfigError for the first part that is wrong."""
     beta = row.beta if group.beta is None else group.beta
     estimator = {"kl": group.kl} if group.kl in KLS_IN_REWARD else {}
     in_reward = {"beta": beta, **estimator} if row.kl_place == "reward" else {"beta": 0.0}
-    divergence = None
-    if row.divergence is not None or group.divergence is not None:
-        divergence = chosen("divergence", group.divergence, row.divergence or Jsd())
+    credit = chosen("credit", group.credit, row.credit, in_reward)
     return replace(
         row,
-        credit=chosen("credit", group.credit, row.credit, in_reward),
+        credit=credit,
         ratio=chosen("ratio", group.ratio, row.ratio),
         surrogate=chosen("surrogate", group.surrogate, row.surrogate),
         weights=chosen("weights", group.weights, row.weights, {"length": max_new_tokens}),
         kl=chosen("kl", group.kl, row.kl),
-        divergence=divergence,
+        extra=tuple(_extra(row, group, credit, critic)),
         mix=row.mix if group.mix is None else group.mix,
         keeps=row.keeps if group.filter is None else chosen("filter", group.filter, None),
         beta=beta,
@@ -107,6 +106,26 @@ def adapted(row: Algorithm, group: GroupSettings, max_new_tokens: int) -> Algori
         entropy_quantile=group.entropy_quantile,
         off_policy_delta=group.off_policy_delta,
     )
+
+
+def _extra(row: Algorithm, group: GroupSettings, credit: Callable, critic: CriticSettings | None) -> Iterator[Callable]:
+    """A row's extra terms with what a recipe replaces, and those that its other parts bring: the value loss that trains the critic
+    of a credit, the divergence that it names, and with a teacher its demonstrations."""
+    terms = list(row.extra)
+    if "value" in fact(credit, "reads") and not any("value" in fact(term, "reads") for term in terms):
+        terms.append(ValueLoss())
+    if group.divergence is not None and row.divergence is None:
+        terms.append(TeacherDivergence())
+    taught = replace(row, credit=credit, extra=tuple(terms), mix=row.mix if group.mix is None else group.mix).needs_teacher
+    if taught and not any(fact(term, "of_demonstrations") for term in terms):
+        terms.append(DemonstrationLoss())
+    for term in terms:
+        if isinstance(term, TeacherDivergence):
+            yield replace(term, function=chosen("divergence", group.divergence, term.function))
+        elif isinstance(term, ValueLoss) and critic is not None:
+            yield replace(term, clip=critic.clip, coefficient=critic.coefficient)
+        else:
+            yield term
 
 
 def conflicts(algorithm: Algorithm, row: Algorithm, group: GroupSettings) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -12,45 +12,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from groupwise.algorithms import losses
-from groupwise.algorithms.advantages import (
-    Advantages,
-    BatchCentered,
-    Centered,
-    Decoupled,
-    Gae,
-    LeaveOneOut,
-    Maxrl,
-    Nothing,
-    Process,
-    ReverseKl,
-    Standardized,
-    Whitened,
-    returns,
+from groupwise.algorithms import advantages as credit
+from groupwise.algorithms import divergences, kl_estimators, losses
+from groupwise.algorithms import loss_weights as weights
+from groupwise.algorithms.parts import (
+    Credit,
+    Divergence,
+    Kl,
+    Part,
+    Ratio,
+    Surrogate,
+    Weights,
+    called,
+    checked_advantages,
+    checked_loss,
+    checked_verdict,
+    checked_weights,
+    fact,
 )  # fmt: skip
-from groupwise.algorithms.divergences import Jsd
-from groupwise.algorithms.kl_estimators import K1, K2, K3, K3Ratio
-from groupwise.algorithms.loss_weights import Constant, PromptMean, SequenceMean, SequenceSum, TokenMean
-from groupwise.algorithms.losses import (
-    Cispo,
-    Clipped,
-    Geometric,
-    Importance,
-    Reinforce,
-    Sapo,
-    SequenceMeanRatio,
-    SequenceSumRatio,
-    SequenceTokenRatio,
-    Silent,
-    Terms,
-    TokenRatio,
-    Vespo,
-)  # fmt: skip
-from groupwise.algorithms.parts import Part, called, checked_advantages, checked_loss, checked_verdict, checked_weights, fact
 from groupwise.algorithms.traces import by_trace, of_agents
 from groupwise.records import Scored
 
@@ -69,15 +53,15 @@ class Algorithm:
     """arXiv number; empty where there is none."""
     equation: str
     """The loss in one line, as it is computed; where the paper's differs, `docs/algorithms/notes.yaml` says how."""
-    credit: Callable[..., Any] = Standardized()  # noqa: RUF009 - frozen
-    ratio: Callable[..., Any] = TokenRatio()  # noqa: RUF009 - frozen
-    surrogate: Callable[..., Any] = Clipped()  # noqa: RUF009 - frozen
-    weights: Callable[..., Any] = SequenceMean()  # noqa: RUF009 - frozen
+    credit: Callable[..., Any] = credit.Standardized()  # noqa: RUF009 - frozen
+    ratio: Callable[..., Any] = losses.TokenRatio()  # noqa: RUF009 - frozen
+    surrogate: Callable[..., Any] = losses.Clipped()  # noqa: RUF009 - frozen
+    weights: Callable[..., Any] = weights.SequenceMean()  # noqa: RUF009 - frozen
     dead_groups: Literal["exact", "drop", "refill"] = "exact"
     truncated: Literal["keep", "mask"] = "keep"
     beta: float = 0.0
     """Weight of the KL to the reference; 0: there is no reference."""
-    kl: Callable[..., Any] = K3()  # noqa: RUF009 - frozen
+    kl: Callable[..., Any] = kl_estimators.K3()  # noqa: RUF009 - frozen
     kl_place: Literal["loss", "reward"] = "loss"
     """In the reward it is subtracted by `credit`: k1, unless the credit knows others."""
     entropy_bonus: float = 0.0
@@ -86,10 +70,8 @@ class Algorithm:
     entropy_step: float = 0.005
     entropy_quantile: float = 0.0
     off_policy_delta: float | None = None
-    divergence: Callable[..., Any] | None = None
-    """Of the policy's next token from a teacher's, added to every token's loss; None: there is none."""
-    importance: bool = False
-    """The divergence counts by how likely the policy finds the token, over how likely it was drawn."""
+    extra: tuple[Callable[..., Any], ...] = ()
+    """Further terms of the loss, each with a weight of its own for every token (`losses.Terms` -> loss_M)."""
     mix: float = 0.0
     """Share of the teacher in the distribution that completions are drawn from."""
     keeps: Callable[[Scored], bool] | None = None
@@ -103,19 +85,39 @@ class Algorithm:
         return self.beta > 0.0
 
     @property
+    def reads(self) -> set[str]:
+        """The signals that credit and extra terms read (`Part.reads`)."""
+        return {name for part in (self.credit, *self.extra) for name in fact(part, "reads")}
+
+    @property
     def needs_value(self) -> bool:
         """True if a critic must say what states are worth, and be trained beside the policy."""
-        return "value" in fact(self.credit, "reads")
+        return "value" in self.reads
 
     @property
     def needs_teacher(self) -> bool:
-        """True if a teacher is asked: for its distributions, or for its log-probs of what was drawn."""
-        return self.divergence is not None or self.reads_teacher or self.mix > 0.0
+        """True if there is a teacher: for its distributions, or for its log-probs of what was drawn."""
+        return self.mix > 0.0 or not self.reads.isdisjoint(("teacher", "teacher_logp"))
 
     @property
     def reads_teacher(self) -> bool:
-        """True if the credit reads the teacher's log-probs of what was drawn."""
-        return "teacher_logp" in fact(self.credit, "reads")
+        """True if the teacher's log-probs of what was drawn are read."""
+        return "teacher_logp" in self.reads
+
+    @property
+    def divergence(self) -> Callable[..., Any] | None:
+        """How far the policy's next token is from the teacher's, where a term is about that."""
+        return next((term.function for term in self.extra if isinstance(term, losses.TeacherDivergence)), None)
+
+    @property
+    def of_tokens(self) -> list[Callable[..., Any]]:
+        """The extra terms that read log-probs."""
+        return [term for term in self.extra if not _of_states(term)]
+
+    @property
+    def of_states(self) -> list[Callable[..., Any]]:
+        """The extra terms that read a critic's values or a teacher's distributions; log-probs are constants to them."""
+        return [term for term in self.extra if _of_states(term)]
 
     @property
     def needs(self) -> list[bool]:
@@ -125,7 +127,8 @@ class Algorithm:
     @property
     def reads_tokens(self) -> bool:
         """True if the loss of a token depends on its log-prob or its entropy, and not on a divergence alone."""
-        return fact(self.surrogate, "reads_logp") or self.loss_beta > 0.0 or self.entropy_bonus != 0.0
+        further = not all(fact(term, "of_demonstrations") for term in self.of_tokens)
+        return fact(self.surrogate, "reads_logp") or self.loss_beta > 0.0 or self.entropy_bonus != 0.0 or further
 
     @property
     def needs_reward(self) -> bool:
@@ -135,7 +138,7 @@ class Algorithm:
     @property
     def needs_steps(self) -> bool:
         """True if the credit reads rewards of steps, or of an episode's turns."""
-        return "process" in fact(self.credit, "reads")
+        return "process" in self.reads
 
     @property
     def needs_entropy(self) -> bool:
@@ -144,7 +147,7 @@ class Algorithm:
 
     @property
     def needs_forking(self) -> bool:
-        """True if `Terms.forking_M` must be known before the first micro-batch (`losses.forking`)."""
+        """True if `losses.Terms.forking_M` must be known before the first micro-batch (`losses.forking`)."""
         return self.entropy_quantile > 0.0
 
     @property
@@ -155,7 +158,8 @@ class Algorithm:
     @property
     def skips_dead(self) -> bool:
         """True if a completion whose advantages are all 0 has no gradient: its forward and backward can be left out, exactly."""
-        return self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value and self.divergence is None
+        without = self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value
+        return without and all(fact(term, "of_demonstrations") for term in self.extra)
 
     def teaches(self, group: Scored) -> bool:
         """False if the group's rewards give an advantage of exactly 0 to every completion, or to every one that is not masked.
@@ -174,21 +178,21 @@ class Algorithm:
         trained = self._trained([group])[0].rollouts
         return any(a[one.trained].any() for a, one in zip(self.advantages([group])[0], trained, strict=True))
 
-    def advantages(self, groups: Sequence[Scored]) -> Advantages:
+    def advantages(self, groups: Sequence[Scored]) -> credit.Advantages:
         """Per group and completion float64 (n,): the advantages of a rollout, checked.
 
         With `truncated: mask` a completion that a limit ended has no trained token: statistics over tokens leave it out.
         Raises ConfigError for what a credit of your own gives.
         """
 
-        def judge(trained: list[Scored]) -> Advantages:
+        def judge(trained: list[Scored]) -> credit.Advantages:
             return checked_advantages(self.credit, called("credit", self.credit, trained), trained)
 
         return by_trace(judge, self._trained(groups), 0.0)
 
-    def returns(self, groups: Sequence[Scored]) -> Advantages:
+    def returns(self, groups: Sequence[Scored]) -> credit.Advantages:
         """What a value function should have said of every token (`advantages.returns`)."""
-        return by_trace(lambda trained: returns(trained, self.credit), self._trained(groups), math.nan)
+        return by_trace(lambda trained: credit.returns(trained, self.credit), self._trained(groups), math.nan)
 
     def _trained(self, groups: Sequence[Scored]) -> list[Scored]:
         return [masked(group) if self.truncated == "mask" else group for group in groups]
@@ -200,28 +204,28 @@ class Algorithm:
     @property
     def token_level(self) -> bool:
         """True if a token's loss depends on no other token: `loss` and `total` may then be called on any part of a micro-batch."""
-        alone = fact(self.ratio, "per_token") and fact(self.surrogate, "per_token")
+        alone = all(fact(part, "per_token") for part in (self.ratio, self.surrogate, *self.of_tokens))
         by_token = self.correction is None or self.correction.level == "token"
         return alone and by_token and self.off_policy_delta is None
 
-    def log_ratio(self, terms: Terms) -> Tensor:
+    def log_ratio(self, terms: losses.Terms) -> Tensor:
         """Log of the importance ratio of each token (M,), at the algorithm's level, checked."""
         inputs = terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments
         return checked_loss("ratio", self.ratio, called("ratio", self.ratio, *inputs), terms.logp_M)
 
-    def surrogate_loss(self, terms: Terms) -> Tensor:
+    def surrogate_loss(self, terms: losses.Terms) -> Tensor:
         """The surrogate's loss of each token (M,), at the algorithm's ratio level, checked."""
         levelled = replace(terms, log_ratio_M=self.log_ratio(terms))
         return checked_loss("surrogate", self.surrogate, called("surrogate", self.surrogate, levelled), terms.logp_M)
 
-    def cut(self, terms: Terms) -> Tensor:
+    def cut(self, terms: losses.Terms) -> Tensor:
         """bool (M,): the tokens with an advantage whose gradient the surrogate makes 0: by clipping, a bound, a mask of its own.
 
         It is read off the gradient itself, so that it holds of every surrogate.
 
         >>> import torch
         >>> now, before = torch.tensor([0.5, 0.1, 0.5]).log(), torch.tensor([0.2, 0.1, 0.2]).log()
-        >>> terms = Terms(logp_M=now, behavior_logp_M=before, advantage_M=torch.tensor([1.0, 1.0, -1.0]),
+        >>> terms = losses.Terms(logp_M=now, behavior_logp_M=before, advantage_M=torch.tensor([1.0, 1.0, -1.0]),
         ...               segment_M=torch.arange(3), segments=3)
         >>> ALGORITHMS["grpo"].cut(terms).tolist(), ALGORITHMS["cispo"].cut(terms).tolist()
         ([True, False, False], [False, False, False])
@@ -249,7 +253,7 @@ class Algorithm:
         moved = min(max(coefficient + (self.entropy_step if low else -self.entropy_step), 0.0), self.entropy_bonus)
         return replace(self, entropy_bonus=moved if low else 0.0, entropy_target=None), moved
 
-    def loss(self, terms: Terms) -> Tensor:
+    def loss(self, terms: losses.Terms) -> Tensor:
         """Per-token loss (M,), unweighted: surrogate x off-policy mask x high-entropy mask x mismatch weight + beta KL.
 
         The KL is never masked: what is not pushed by rewards must still not drift.  Its ratio is the token's at every level.
@@ -268,7 +272,7 @@ class Algorithm:
             loss_M = loss_M + self.loss_beta * self.kl(terms.logp_M, terms.reference_logp_M, token_log_ratio_M)
         return loss_M
 
-    def total(self, terms: Terms, weight_M: Tensor, entropy_tokens: Tensor | float | None = None) -> Tensor:
+    def total(self, terms: losses.Terms, weight_M: Tensor, entropy_tokens: Tensor | float | None = None) -> Tensor:
         """Scalar part of the step's loss: `sum(weight x loss) - entropy_bonus x mean entropy`.
 
         The entropy has a normalisation of its own, the same for every algorithm: `entropy_tokens`, the number of tokens that it is
@@ -280,6 +284,10 @@ class Algorithm:
             kept_M = terms.forking_M if self.entropy_quantile > 0.0 else None
             value = value - self.entropy_bonus * losses.mean_entropy(terms.entropy_M, entropy_tokens, kept_M)
         return value
+
+
+def _of_states(term: Callable[..., Any]) -> bool:
+    return not {"value", "teacher"}.isdisjoint(fact(term, "reads"))
 
 
 def masked(group: Scored) -> Scored:
@@ -305,16 +313,16 @@ _ROWS = (
         summary="GRPO without its two biases: no division by the std, none by the completion's length.",
         paper="2503.20783",
         equation="-1/(R L) sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = r_i - mean",
-        credit=Centered(),
-        weights=Constant(),
+        credit=credit.Centered(),
+        weights=weights.Constant(),
     ),
     Algorithm(
         name="dapo",
         summary="Clip higher, mean over tokens, only live groups, truncated completions masked; add the reward `soft_overlong`.",
         paper="2503.14476",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho, 1 - 0.2, 1 + 0.28) A_i),  0 < right answers < G",
-        surrogate=Clipped(low=0.2, high=0.28),
-        weights=TokenMean(),
+        surrogate=losses.Clipped(low=0.2, high=0.28),
+        weights=weights.TokenMean(),
         dead_groups="refill",
         truncated="mask",
     ),
@@ -323,63 +331,63 @@ _ROWS = (
         summary="GRPO with the mean over all tokens of the minibatch.",
         paper="",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i)",
-        weights=TokenMean(),
+        weights=weights.TokenMean(),
     ),
     Algorithm(
         name="gspo",
         summary="One ratio per completion, the geometric mean of its tokens', clipped far more tightly.",
         paper="2507.18071",
         equation="-1/R sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i),  s_i = exp(mean_t(l - b))",
-        ratio=SequenceMeanRatio(),
-        surrogate=Clipped(low=3e-4, high=4e-4),
+        ratio=losses.SequenceMeanRatio(),
+        surrogate=losses.Clipped(low=3e-4, high=4e-4),
     ),
     Algorithm(
         name="luspo",
         summary="GSPO times the completion's length: long completions lose no weight.",
         paper="2602.05261",
         equation="-1/R sum_i n_i min(s_i A_i, clip(s_i, 1 - 2e-3, 1 + 2.5e-3) A_i)",
-        ratio=SequenceMeanRatio(),
-        surrogate=Clipped(low=2e-3, high=2.5e-3),
-        weights=SequenceSum(),
+        ratio=losses.SequenceMeanRatio(),
+        surrogate=losses.Clipped(low=2e-3, high=2.5e-3),
+        weights=weights.SequenceSum(),
     ),
     Algorithm(
         name="cispo",
         summary="REINFORCE with a capped importance weight: no token's gradient is clipped away.",
         paper="2506.13585",
         equation="-1/N sum_i sum_t sg[min(rho, cap)] A_i l",
-        surrogate=Cispo(cap=5.0),
-        weights=TokenMean(),
+        surrogate=losses.Cispo(cap=5.0),
+        weights=weights.TokenMean(),
     ),
     Algorithm(
         name="sapo",
         summary="A sigmoid gate instead of the hard clip, tighter for negative advantages.",
         paper="2511.20347",
         equation="-1/R sum_i 1/n_i sum_t 4/tau sigmoid(tau (rho - 1)) A_i",
-        surrogate=Sapo(),
+        surrogate=losses.Sapo(),
     ),
     Algorithm(
         name="vespo",
         summary="REINFORCE weighed by a smooth bump of the completion's ratio: no clipping, far-off completions fade out.",
         paper="2602.10693",
         equation="-1/N sum_i sum_t sg[exp(lam + k s_i - lam exp(s_i))] A_i l,  s_i = sum_t(l - b)",
-        ratio=SequenceSumRatio(),
-        surrogate=Vespo(),
-        weights=TokenMean(),
+        ratio=losses.SequenceSumRatio(),
+        surrogate=losses.Vespo(),
+        weights=weights.TokenMean(),
     ),
     Algorithm(
         name="gmpo",
         summary="The geometric mean of the clipped token ratios: robust to single outlying tokens.",
         paper="2507.20673",
         equation="-1/R sum_i A_i exp(mean_t clip(l - b, -0.4, 0.4 on the side of A_i))",
-        surrogate=Geometric(),
+        surrogate=losses.Geometric(),
     ),
     Algorithm(
         name="rloo",
         summary="The baseline is the mean reward of the other completions; one ratio per completion; the KL is part of the reward.",
         paper="2402.14740",
         equation="-1/R sum_i min(rho_i A_i, clip(rho_i) A_i),  A_i = r_i - mean of the others,  rho_i = exp(sum_t(l - b))",
-        credit=LeaveOneOut(),
-        ratio=SequenceSumRatio(),
+        credit=credit.LeaveOneOut(),
+        ratio=losses.SequenceSumRatio(),
         kl_place="reward",
     ),
     Algorithm(
@@ -387,8 +395,8 @@ _ROWS = (
         summary="Rewards less the KL still to come, whitened over all tokens of the batch; one completion per prompt is enough.",
         paper="2501.03262",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(r_i - beta sum_{s >= t}(b - ref)_s)",
-        credit=Whitened(),
-        weights=TokenMean(),
+        credit=credit.Whitened(),
+        weights=weights.TokenMean(),
         kl_place="reward",
     ),
     Algorithm(
@@ -396,9 +404,9 @@ _ROWS = (
         summary="The plain policy gradient: no ratio, no group; the baseline is the batch's mean reward.",
         paper="",
         equation="-1/R sum_i sum_t (r_i - mean of the batch) l",
-        credit=BatchCentered(),
-        surrogate=Reinforce(),
-        weights=SequenceSum(),
+        credit=credit.BatchCentered(),
+        surrogate=losses.Reinforce(),
+        weights=weights.SequenceSum(),
     ),
     Algorithm(
         name="reinforce_pp_baseline",
@@ -406,32 +414,32 @@ _ROWS = (
         " in the loss.",
         paper="2501.03262",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = whitened(r_i - mean)",
-        credit=Whitened(baseline=True),
-        weights=TokenMean(),
-        kl=K2(),
+        credit=credit.Whitened(baseline=True),
+        weights=weights.TokenMean(),
+        kl=kl_estimators.K2(),
     ),
     Algorithm(
         name="maxrl",
         summary="Maximises the log of the pass rate: what is rarely solved counts as much as what often is.",
         paper="2602.02710",
         equation="-1/R sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = (r_i - mean) / mean",
-        credit=Maxrl(),
-        weights=SequenceSum(),
+        credit=credit.Maxrl(),
+        weights=weights.SequenceSum(),
     ),
     Algorithm(
         name="gspo_token",
         summary="GSPO whose gradient is each token's own, so that advantages may differ within a completion.",
         paper="2507.18071",
         equation="-1/R sum_i 1/n_i sum_t min(s_it A_it, clip(s_it, 1 - 3e-4, 1 + 4e-4) A_it),  s_it = sg[s_i] exp(l - sg[l])",
-        ratio=SequenceTokenRatio(),
-        surrogate=Clipped(low=3e-4, high=4e-4),
+        ratio=losses.SequenceTokenRatio(),
+        surrogate=losses.Clipped(low=3e-4, high=4e-4),
     ),
     Algorithm(
         name="gdpo",
         summary="Several rewards: each is standardized within the group on its own, then their weighted sum over the batch.",
         paper="2601.05242",
         equation="GRPO's,  A_i = standardized over the batch(sum_k w_k standardized in the group(r_ik))",
-        credit=Decoupled(),
+        credit=credit.Decoupled(),
     ),
     Algorithm(
         name="ppo",
@@ -439,9 +447,10 @@ _ROWS = (
         paper="1707.06347",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
         "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
-        credit=Gae(),
-        weights=TokenMean(),
+        credit=credit.Gae(),
+        weights=weights.TokenMean(),
         kl_place="reward",
+        extra=(losses.ValueLoss(),),
     ),
     Algorithm(
         name="distill",
@@ -449,19 +458,20 @@ _ROWS = (
         paper="2306.13649",
         equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q"
         " || p)",
-        credit=Nothing(),
-        surrogate=Silent(),
-        weights=TokenMean(),
-        divergence=Jsd(),
+        credit=credit.Nothing(),
+        surrogate=losses.Silent(),
+        weights=weights.TokenMean(),
+        extra=(losses.TeacherDivergence(), losses.DemonstrationLoss()),
     ),
     Algorithm(
         name="distill_sampled",
         summary="On-policy distillation by drawn tokens alone: how much likelier the teacher finds a token is its advantage.",
         paper="",
         equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
-        credit=ReverseKl(gamma=0.0),
-        surrogate=Importance(),
-        weights=TokenMean(),
+        credit=credit.ReverseKl(gamma=0.0),
+        surrogate=losses.Importance(),
+        weights=weights.TokenMean(),
+        extra=(losses.DemonstrationLoss(),),
     ),
     Algorithm(
         name="minillm",
@@ -470,10 +480,9 @@ _ROWS = (
         paper="2306.08543",
         equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
         "A_it = mean_{s > t} log(p / q_old)_s",
-        credit=ReverseKl(own=False, normalize=True),
-        weights=TokenMean(),
-        divergence=Jsd(),
-        importance=True,
+        credit=credit.ReverseKl(own=False, normalize=True),
+        weights=weights.TokenMean(),
+        extra=(losses.TeacherDivergence(importance=True), losses.DemonstrationLoss()),
         mix=0.2,
     ),
 )
@@ -482,28 +491,18 @@ ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 """The online algorithms by name."""
 
 
+def _by_name(kind: type[Part], module: ModuleType) -> dict[str, type[Part]]:
+    """The parts of a kind that a module defines, in its order."""
+    return {one.name: one for one in vars(module).values() if isinstance(one, type) and issubclass(one, kind) and one is not kind}
+
+
 PARTS: dict[str, dict[str, type[Part]]] = {
-    kind: {part.name: part for part in parts}
-    for kind, parts in {
-        "credit": (
-            Standardized,
-            Centered,
-            LeaveOneOut,
-            Decoupled,
-            Whitened,
-            Process,
-            Gae,
-            ReverseKl,
-            Nothing,
-            Maxrl,
-            BatchCentered,
-        ),
-        "ratio": (TokenRatio, SequenceMeanRatio, SequenceSumRatio, SequenceTokenRatio),
-        "surrogate": (Clipped, Cispo, Sapo, Vespo, Geometric, Reinforce, Importance, Silent),
-        "weights": (SequenceMean, TokenMean, Constant, SequenceSum, PromptMean),
-        "divergence": (Jsd,),
-        "filter": (),
-        "kl": (K1, K2, K3, K3Ratio),
-    }.items()
+    "credit": _by_name(Credit, credit),
+    "ratio": _by_name(Ratio, losses),
+    "surrogate": _by_name(Surrogate, losses),
+    "weights": _by_name(Weights, weights),
+    "divergence": _by_name(Divergence, divergences),
+    "filter": {},
+    "kl": _by_name(Kl, kl_estimators),
 }
-"""What the parts of a recipe's `group` may name."""
+"""What the parts of a recipe's `group` may name: those that the modules define."""

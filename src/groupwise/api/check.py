@@ -45,8 +45,8 @@ from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe
 from groupwise.runs.stage_outputs import resolved
 from groupwise.training.mismatch import diagnose
+from groupwise.training.passes import score
 from groupwise.training.samples import joined, samples_of
-from groupwise.training.scoring import score
 from groupwise.utils.secrets import scrubbed
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96

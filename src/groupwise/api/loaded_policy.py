@@ -36,7 +36,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import policy_folder
 from groupwise.runs.origin import Origin, origin_of
 from groupwise.runs.trust import demand_trust
-from groupwise.training.scoring import score
+from groupwise.training.passes import score
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import REDACTED
 from groupwise.utils.terminal import logger

@@ -36,9 +36,10 @@ from groupwise.runs.policies import critic_of, hold, reference_of, teacher_of
 from groupwise.runs.prepare import Prepared, closed_on_error, eval_sampling, sampling_of
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
+from groupwise.training.groups import demand_training, sampled_rollouts
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.offline import Validation, train_offline, validate
-from groupwise.training.online import demand_training, train_online
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.teachers import Teacher
 from groupwise.training.work import Meter, has_experts
@@ -254,24 +255,29 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
 
     def loop(done: int) -> Iterator[Step]:
         sampler.set_version(optimizer.taken)
-        steps = train_online(
-            policy,
+        rollouts = sampled_rollouts(
             algorithm,
             engine=sampler,
             rewards=rewards,
             draw=visits,
-            optimizer=optimizer,
             group=recipe.group,
             sampling=sampling_of(recipe.rollout),
-            budget=positions_of(recipe),
             steps=prepared.steps,
             done=done,
+            ahead=ahead,
+            seed=recipe.seed,
+        )
+        steps = train_online(
+            policy,
+            algorithm,
+            rollouts,
+            optimizer,
+            group=recipe.group,
+            budget=positions_of(recipe),
             reference=anchor,
             critic=critic,
             teacher=teacher,
-            ahead=ahead,
             checkpointing=recipe.model.gradient_checkpointing,
-            seed=recipe.seed,
         )
         steps = demand_training(steps, algorithm) if done == 0 else steps
         counted = rewards.counting(steps, done, prepared.steps)

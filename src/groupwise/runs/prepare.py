@@ -221,7 +221,9 @@ class Prepared:
         wrong = Findings()
         algorithm, prompts, lines, hints = None, None, [], []
         with wrong.of("objective"):
-            algorithm = sampled_elsewhere(resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens), recipe.rollout)
+            algorithm = sampled_elsewhere(
+                resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens, recipe.critic), recipe.rollout
+            )
         for section, plain, needed in (
             ("critic", CriticSettings(), algorithm is None or algorithm.needs_value),
             ("teacher", TeacherSettings(), algorithm is None or algorithm.needs_teacher),

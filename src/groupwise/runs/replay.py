@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,24 +27,24 @@ from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
-from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Scored, Step
 from groupwise.rewards.compose import combine
-from groupwise.rollout.asynchronous import PrefetchedRollouts
-from groupwise.rollout.dynamic_sampling import Collected, GroupSampler
+from groupwise.rollout.dynamic_sampling import Collected
 from groupwise.runs import checkpoint
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.runs.folder import CONFIG, ENVIRONMENT, FINAL, LARGEST_CONFIG, attempts_of, environment, read_step
 from groupwise.runs.job import Learner, make_learner
 from groupwise.runs.origin import Origin
-from groupwise.runs.prepare import blueprint_of, modelled, sampling_of
+from groupwise.runs.prepare import blueprint_of, modelled
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.saving import REFERENCE, check_reference, reader
 from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
+from groupwise.training.groups import COMPUTED, RecordedRollouts
 from groupwise.training.metric_table import find
 from groupwise.training.mismatch import diagnose
-from groupwise.training.online import minibatches, train_online
-from groupwise.training.samples import joined, weigh
+from groupwise.training.online import train_online
+from groupwise.training.samples import joined, minibatches, weigh
 from groupwise.utils import files
 from groupwise.utils.spelling import near_path
 
@@ -61,7 +61,6 @@ REACH = 20
 """Recorded steps that are trained again, at most, on the way to the weights before a step."""
 MISMATCH, MISMATCH_LOW = 1e-4, 0.05
 """Mean difference of sampled and scored log-probs (nats) that rounding explains, in float32 and with bfloat16 products."""
-COMPUTED = ("reference_logp", "scored_logp")
 """Signals that training adds to what was sampled and scored."""
 TIMES = (
     *("tokens/per_second", "flops/per_second", "tokens/shared", "tokens/dead", "tokens/recomputed", "tokens/discarded"),
@@ -240,7 +239,7 @@ def _configured(folder: Path, changes: Sequence[str]) -> tuple[Recipe, Algorithm
     path = recipe.model.path
     if path is not None and path.startswith(STAGE):  # the stages of a run lie side by side, wherever that was moved
         recipe = replace(recipe, model=replace(recipe.model, path=str(folder.parent / path.removeprefix(STAGE) / FINAL)))
-    algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
+    algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens, recipe.critic)
     for needs, what in ((algorithm.needs_value, "a critic"), (algorithm.needs_teacher, "a teacher")):
         if needs:
             raise ConfigError(
@@ -368,42 +367,6 @@ def _weighted(groups: Sequence[Scored], recipe: Recipe) -> list[Scored]:
     return [replace(group, weights=weights, reward=combine(group.rewards, weights)) for group in groups]
 
 
-class _Recorded(PrefetchedRollouts):
-    """Recorded groups in place of sampled ones, and without what training has added to them."""
-
-    def __init__(self, groups: Callable[[int], tuple[Sequence[Scored], int]]) -> None:
-        super().__init__()
-        self._groups = groups
-
-    def take(self, step: int, last: int, source: GroupSampler) -> Collected:
-        """The recorded groups of a step, without the signals that training computes again."""
-        groups, drawn = self._groups(step)
-        return [replace(group, signals={k: v for k, v in group.signals.items() if k not in COMPUTED}) for group in groups], drawn
-
-
-class _Silent:
-    """Engine and judge of a loop that samples nothing and scores nothing."""
-
-    version = 0
-    where: str | None = None
-    tolerance = math.inf
-    names = ()
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
-    ) -> Iterator[tuple[Rollout, ...]]:
-        raise AssertionError("a replay samples nothing")
-
-    def score(self, groups: Sequence[Sequence[Rollout]], /) -> list[Scored]:
-        raise AssertionError("a replay scores nothing")
-
-    def set_version(self, version: int) -> None:
-        self.version = version
-
-    def close(self) -> None:
-        pass
-
-
 def _trained(
     folder: Path, recipe: Recipe, algorithm: Algorithm, recorded: Step, begun: int, instead: Sequence[Scored] | None
 ) -> tuple[Step, Learner]:
@@ -432,28 +395,20 @@ def _steps(
     numbers: range,
     instead: Sequence[Scored] | None = None,
 ) -> Iterator[Step]:
-    silent = _Silent()
-
-    def groups(number: int) -> tuple[Sequence[Scored], int]:
+    def read(number: int) -> Collected:
         step = read_recorded(folder, number)
-        return step.groups if instead is None else instead, int(step.metrics.get("prompts", len(step.groups)))
+        groups = step.groups if instead is None else instead
+        return list(groups), int(step.metrics.get("prompts", len(step.groups)))
 
     return train_online(
         learner.policy,
         algorithm,
-        engine=silent,
-        rewards=silent,
-        draw=lambda k: [],
-        optimizer=learner.optimizer,
+        RecordedRollouts(read, numbers),
+        learner.optimizer,
         group=recipe.group,
-        sampling=sampling_of(recipe.rollout),
         budget=positions_of(learner.recipe),
-        steps=numbers.stop - 1,
-        done=numbers.start - 1,
         reference=learner.reference,
-        ahead=_Recorded(groups),
         checkpointing=recipe.model.gradient_checkpointing,
-        seed=recipe.seed,
     )
 
 

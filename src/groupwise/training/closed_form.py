@@ -1,6 +1,6 @@
 """The loss of an optimizer step and its gradient with respect to every log-prob, computed from recorded log-probs without a model.
 
-The loss is the one that training differentiates (`online.batch_loss`); only the gradient of the log-probs with respect to the
+The loss is the one that training differentiates (`loss.Loss.tokens`); only the gradient of the log-probs with respect to the
 weights is left out.  Computed in float64.
 """
 
@@ -16,7 +16,8 @@ from groupwise.algorithms.table import Algorithm
 from groupwise.data.packing import pack, unpack
 from groupwise.errors import DataError
 from groupwise.records import Sample
-from groupwise.training.online import batch_loss, behavior, entropy_tokens, with_forking, worked
+from groupwise.training.loss import Loss
+from groupwise.training.online import entropy_tokens, with_forking, worked
 from groupwise.training.samples import joined, part_of
 
 Tokens = Mapping[tuple[str, int], np.ndarray]
@@ -62,16 +63,15 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
         for sample in computed
     ]
     positions = sum(sample.prompt.size + sample.completion.size for sample in columns)
-    loss = 0.0
+    loss, loss_of = 0.0, Loss(algorithm=algorithm, entropy_tokens=tokens)
     gradient, ratio = dict[int, np.ndarray](), dict[int, np.ndarray]()
     for batch in pack(columns, max(positions, 1), dtype=torch.float64):
         rows_M = batch.trained_M
         logp_M = batch.extra_P["logp"][rows_M].requires_grad_()
         entropy_M = batch.extra_P["entropy"][rows_M] if algorithm.needs_entropy else None
-        value = batch_loss(algorithm, batch, entropy_tokens=tokens)(logp_M, entropy_M, slice(0, len(rows_M)))
+        value = loss_of.tokens(batch, logp_M, entropy_M, slice(0, len(rows_M)))
         (gradient_M,) = torch.autograd.grad(value, logp_M)
-        behavior_M, _ = behavior(algorithm, batch, rows_M, logp_M)
-        log_ratio_M = algorithm.ratio(logp_M.detach(), behavior_M, batch.sequence_P[rows_M], batch.layout.segments)
+        log_ratio_M = algorithm.log_ratio(loss_of.terms(batch, logp_M.detach(), entropy_M, rows_M))
         loss += float(value.detach())
         for found, values_M, empty in ((gradient, gradient_M, 0.0), (ratio, log_ratio_M.exp(), 1.0)):
             values_P = torch.full((batch.layout.total,), empty, dtype=torch.float64)

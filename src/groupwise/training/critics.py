@@ -9,24 +9,18 @@ M trained positions of a batch   D width
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from groupwise.algorithms.losses import clipped_value
-from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.policy import Policy
-from groupwise.records import Batch, Sample, Scored
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.samples import joined, samples_of
-from groupwise.training.updating import assess, update
 
 NEW_HEAD, BACKBONE = 5e-3, 1e-5
 """Default learning rates of a new head, and of a backbone of its own."""
@@ -51,7 +45,7 @@ class Critic:
         """A new head on the policy's backbone; its values are 0 at first.   updates: of the run, for the schedule.
 
         It reads states of length 1, so that a learning rate means the same for every model.  Its bias is not learnt by gradients
-        but set before each step (`online.centre`): learnt with the weights, the mean of the returns would pass through every
+        but set before each step (`signals.centre`): learnt with the weights, the mean of the returns would pass through every
         feature, and values would differ from token to token by nothing that is about the reward.
         """
         width, precision = policy.head.weight_VD.shape[1], torch.promote_types(policy.dtype, torch.float32)
@@ -81,52 +75,11 @@ class Critic:
             value_M = self.head(normalize(hidden_MD, dim=-1) if self.shared else hidden_MD)[:, 0]
         return value_M.to(torch.promote_types(value_M.dtype, torch.float32))
 
-    def loss(self, batch: Batch, value_M: Tensor) -> Tensor:
-        """The value function's part of a step's loss: its clipped error, weighted as the policy's tokens are."""
-        rows_M = batch.trained_M
-        before_M, return_M = (batch.extra_P[name][rows_M] for name in ("value", "return"))
-        known_M = ~return_M.isnan()
-        loss_M = clipped_value(value_M, before_M, torch.where(known_M, return_M, before_M), clip=self.settings.clip)
-        return self.settings.coefficient * (batch.weight_P[rows_M] * known_M * loss_M).sum()
-
-    def improve(self, samples: Sequence[Sample], budget: int) -> int:
-        """One optimizer step of the critic alone: of a backbone of its own, or of the head on a policy that stays as it is.
-
-        Returns the packed positions at a time that fitted into memory.
-        """
-        return update(self.policy, partial(_alone, self), samples, self.optimizer, budget=budget).budget
-
     @contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:
         """Recompute the activations of a backbone of its own while inside; a shared one is left to the policy."""
         with nullcontext() if self.shared else self.policy.checkpointing(on):
             yield
-
-
-def _alone(critic: Critic, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not critic.shared):
-        outputs = policy.forward(batch)
-    value_M = critic.values(outputs.hidden_PD[batch.trained_M])
-    return critic.loss(batch, value_M) + (0.0 if critic.shared else outputs.router_loss), value_M
-
-
-def with_values(groups: Sequence[Scored], critic: Critic | None, algorithm: Algorithm, budget: int) -> list[Scored]:
-    """Add the signals `value`, the critic's present value, and `return`, its regression target.  No critic: unchanged."""
-    if critic is None:
-        return list(groups)
-    samples = [sample for group in groups for rollout in group.rollouts for sample in samples_of(rollout)]
-
-    def read(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-        value_M = critic.values(policy.forward(batch).hidden_PD[batch.trained_M])
-        return value_M.new_zeros(()), value_M
-
-    seen = assess(critic.policy, read, samples, budget=budget).seen
-    found = (values for _, values in joined(zip(samples, seen, strict=True)))
-    groups = [replace(group, signals={**group.signals, "value": tuple(next(found) for _ in group.rollouts)}) for group in groups]
-    targets = algorithm.returns(groups)
-    return [
-        replace(group, signals={**group.signals, "return": tuple(target)}) for group, target in zip(groups, targets, strict=True)
-    ]
 
 
 class Together:

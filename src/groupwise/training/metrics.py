@@ -17,15 +17,16 @@ from torch import Tensor
 from groupwise.algorithms import diagnostics
 from groupwise.algorithms.kl_estimators import K1
 from groupwise.algorithms.losses import Correction, Terms, off_policy_keep
+from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
 from groupwise.records import Finish, Sample, Scored
+from groupwise.training.passes import Assessment, balance
 from groupwise.training.samples import joined
-from groupwise.training.updating import Update, balance
 
 
 def measure(
     groups: Sequence[Scored],
-    updates: Sequence[Update],
+    updates: Sequence[Assessment],
     algorithm: Algorithm,
     drawn: int,
     *,
@@ -81,7 +82,7 @@ def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
     return metrics
 
 
-def dead_metrics(updates: Sequence[Update], drawn: int) -> dict[str, float]:
+def dead_metrics(updates: Sequence[Assessment], drawn: int) -> dict[str, float]:
     """`groups/dead`: share of the prompts drawn whose groups taught nothing, all their advantages being 0, or masked."""
     live = {s.group for one in updates for s in one.samples if s.index >= 0 and (s.advantage * s.weight).any()}
     return {"groups/dead": 1.0 - len(live) / drawn}
@@ -210,7 +211,7 @@ def teacher_metrics(groups: Sequence[Scored]) -> dict[str, float]:
 Seen = Sequence[tuple[Sample, np.ndarray]]
 
 
-def _rollouts(updates: Sequence[Update]) -> list[tuple[Sample, np.ndarray]]:
+def _rollouts(updates: Sequence[Assessment]) -> list[tuple[Sample, np.ndarray]]:
     """Samples of rollouts with the log-probs that updates saw; demonstrations are left out."""
     return joined(pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0)
 
@@ -274,13 +275,13 @@ def terms_of(seen: Seen, algorithm: Algorithm) -> Terms:
 
 
 def token_columns(
-    groups: Sequence[Scored], updates: Sequence[Update], algorithm: Algorithm, *, minibatches: int
+    groups: Sequence[Scored], updates: Sequence[Assessment], algorithm: Algorithm, *, minibatches: int
 ) -> dict[str, list[list[np.ndarray]]]:
     """The columns of `Step` with numbers per token: weight, entropy, clipped share, gradient, log-prob at the last update.
 
     `clipped` is the share of the updates that trained a token in which its gradient was cut: what `clip/low` and `clip/high` count.
-    `gradient` is |dLoss / dlog-prob| at the last update, without an entropy bonus; it is left out where a divergence from a teacher
-    has a gradient too.  `last_logp` is left out where there was but one pass over the rollout, because it would say what
+    `gradient` is |dLoss / dlog-prob| at the last update, without an entropy bonus; it is left out where a further term of the
+    loss has a gradient too.  `last_logp` is left out where there was but one pass over the rollout, because it would say what
     `current_logp` says.
     """
     first, last = updates[:minibatches], updates[-minibatches:]
@@ -300,11 +301,16 @@ def token_columns(
             before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
             cut[key] = sample, before + clipped.astype(np.float32) / np.float32(passes)
     columns["clipped"] = by_completion(groups, list(cut.values()))
-    if algorithm.divergence is None:
+    if not any(term for term in algorithm.extra if not _of_others(term)):
         seen = _rollouts(last)
         gradients = _spread(seen, lambda terms, weight_N: _gradient(algorithm, terms, weight_N), algorithm)
         columns["gradient"] = by_completion(groups, [(one, found) for (one, _), found in zip(seen, gradients, strict=True)])
     return columns
+
+
+def _of_others(term: Callable[..., object]) -> bool:
+    """True if an extra term is about values or demonstrations, and not about what the policy sampled."""
+    return fact(term, "of_demonstrations") or set(fact(term, "reads")) == {"value"}
 
 
 def _gradient(algorithm: Algorithm, terms: Terms, weight_N: Tensor) -> Tensor:

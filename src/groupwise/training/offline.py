@@ -18,8 +18,9 @@ from groupwise.data.demonstrations import Demonstration
 from groupwise.distributed import comm
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Step
+from groupwise.training.loss import HeadLoss
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.updating import Assessment, BatchLoss, assess, balance, token_loss, update
+from groupwise.training.passes import Assessment, BatchLoss, assess, balance, update
 from groupwise.utils.clock import Clock
 from groupwise.utils.statistics import Estimate
 
@@ -137,16 +138,20 @@ def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
     ]
 
 
-def demonstration_loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+class TokenNll(HeadLoss):
     """`-log p` of every completion token."""
-    weight_M = batch.weight_P[batch.trained_M]
-    return token_loss(policy, batch, lambda logp, _entropy, part: -(weight_M[part] * logp).sum(), separable=True, as_is=True)
+
+    separable = True
+
+    def tokens(self, batch: Batch, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
+        """`-sum(weight x log p)`."""
+        return -(batch.weight_P[batch.trained_M[part]] * logp_C).sum()
 
 
 SFT: Objective[Demonstration] = Objective(
     name="sft",
     samples=demonstration_samples,
-    loss=demonstration_loss,
+    loss=TokenNll(),
     measure=lambda rows, found: {"nll": found.loss, "perplexity": float(np.exp(min(found.loss, 50.0)))},
     headlines={"held-out nll": "nll", "perplexity": "perplexity"},
 )

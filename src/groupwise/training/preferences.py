@@ -29,9 +29,9 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, head_scores, pool_weights, readout
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Batch, Sample, Scored, alike
+from groupwise.training.loss import HeadLoss
 from groupwise.training.offline import Objective
-from groupwise.training.scoring import score
-from groupwise.training.updating import Assessment, token_loss
+from groupwise.training.passes import Assessment, score
 from groupwise.utils.statistics import proportion
 
 PAIR_HEADLINES = {"held-out loss": "loss", "pair accuracy": "accuracy", "margin": "margin"}
@@ -125,7 +125,7 @@ def dpo_objective(settings: PairSettings) -> Objective[Anchored]:
     return Objective(
         name="dpo",
         samples=dpo_samples,
-        loss=partial(dpo_loss, settings=settings),
+        loss=PairLoss(settings),
         measure=lambda rows, found: compared(*_sides(rewards(found))),
         examine=lambda rows, found: examined(*_sides(rewards(found)), [row.pair for row in rows]),
         headlines=PAIR_HEADLINES,
@@ -148,20 +148,21 @@ def dpo_samples(rows: Sequence[Anchored]) -> list[Sample]:
     ]
 
 
-def dpo_loss(policy: Policy, batch: Batch, *, settings: PairSettings) -> tuple[Tensor, Tensor]:
-    """The pairs' weighted loss, and the log-prob of every token (M,)."""
-    assert batch.reference_logp_P is not None
-    segment_M, segments = batch.segment_P[batch.trained_M], batch.layout.segments
-    formula, pool = (pair_losses.ipo, segment_mean) if settings.loss == "ipo" else (pair_losses.dpo, segment_sum)
-    reference_S = pool(batch.reference_logp_P[batch.trained_M], segment_M, segments)
-    chosen, rejected, end_R = _pairs_of(batch)
+@dataclass(frozen=True)
+class PairLoss(HeadLoss):
+    """DPO's or IPO's loss of pairs; both sides of a pair are in one batch."""
 
-    def loss(logp_M: Tensor, _entropy: Tensor | None, _part: slice) -> Tensor:
-        logp_S = pool(logp_M, segment_M, segments)
-        loss_R = formula(logp_S[chosen], logp_S[rejected], reference_S[chosen], reference_S[rejected], beta=settings.beta)
+    settings: PairSettings
+
+    def tokens(self, batch: Batch, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
+        """The pairs' weighted loss, by the log-probs of all of the batch."""
+        assert batch.reference_logp_P is not None
+        segment_M, segments = batch.segment_P[batch.trained_M], batch.layout.segments
+        formula, pool = (pair_losses.ipo, segment_mean) if self.settings.loss == "ipo" else (pair_losses.dpo, segment_sum)
+        logp_S, reference_S = (pool(one, segment_M, segments) for one in (logp_C, batch.reference_logp_P[batch.trained_M]))
+        chosen, rejected, end_R = _pairs_of(batch)
+        loss_R = formula(logp_S[chosen], logp_S[rejected], reference_S[chosen], reference_S[rejected], beta=self.settings.beta)
         return (batch.weight_P[end_R] * loss_R).sum()
-
-    return token_loss(policy, batch, loss, separable=False)
 
 
 def implicit_rewards(assessment: Assessment, *, beta: float, mean: bool) -> np.ndarray:

@@ -8,11 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from groupwise.algorithms.advantages import Advantages, is_dead
+from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
+from groupwise.config.settings import GroupSettings
 from groupwise.records import Finish, Rollout, Sample, Scored
 
-TRAVELLING = ("scored_logp", "value", "return")
-"""Signals of completions that a loss reads, beside the reference's."""
+SIGNALS = ("scored_logp", "value", "return", "teacher_logp")
+"""Signals of completions that a loss may read, beside the reference's."""
+WEIGHT, POLICY = "weight/", "policy"
+"""Where demonstrations are mixed in, each term of the loss has a column of weights: `WEIGHT` and its name, or `POLICY` for the
+surrogate."""
 
 
 def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm) -> list[Sample]:
@@ -32,6 +37,7 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     credit = [advantage for group in advantages for advantage in group]
     signals = [{name: column[i] for name, column in group.signals.items()} for group in groups for i in range(len(group.rollouts))]
     columns = zip(rollouts, weight_R, credit, signals, tokens_R, strict=True)
+    read = {name for term in algorithm.extra for name in fact(term, "reads")} | {"scored_logp", "value", "return"}
     return [
         sample
         for rollout, weight, advantage, found, tokens in columns
@@ -41,9 +47,14 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
             weight=float(weight),
             advantage=advantage,
             reference_logp=found.get("reference_logp"),
-            extra={name: found[name] for name in TRAVELLING if name in found},
+            extra={name: found[name] for name in SIGNALS if name in found and name in read},
         )
     ]
+
+
+def minibatches(groups: Sequence[Scored], group: GroupSettings) -> list[np.ndarray]:
+    """The groups of each optimizer step of a pass, by place."""
+    return np.array_split(np.arange(len(groups)), min(group.minibatches, len(groups)))
 
 
 def sample_of(

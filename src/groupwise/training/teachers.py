@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.losses import guarded_exp
-from groupwise.algorithms.parts import called
+from groupwise.algorithms.parts import called, fact, name_of
 from groupwise.algorithms.table import Algorithm
 from groupwise.data.demonstrations import Demonstration
 from groupwise.data.packing import pack
@@ -30,8 +29,7 @@ from groupwise.models.policy import Policy
 from groupwise.ops.distillation import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
 from groupwise.rollout.vllm.scoring import ScoringServers
-from groupwise.training.samples import joined, samples_of, stretches
-from groupwise.training.scoring import score
+from groupwise.training.samples import POLICY, WEIGHT, stretches
 
 UNBOUNDED = 1 << 60
 """Positions: everything in one batch."""
@@ -57,18 +55,17 @@ class Demonstrations:
         weight = 1.0 / sum(row.completion.size for row in chosen)
         found = []
         for i, row in enumerate(chosen):
-            ones = np.ones(row.completion.size)
-            extra = {"shown": ones, "lm": self.lm * ones, "taught": self.divergence * ones}
+            ones = weight * np.ones(row.completion.size)
             found.append(
                 Sample(
                     group=f"shown/{update}/{i}",
                     index=-1,
                     prompt=row.prompt,
                     completion=row.completion,
-                    weight=weight * ones,
+                    weight=ones,
                     advantage=0.0 * ones,
                     behavior_logp=0.0 * ones,
-                    extra=extra,
+                    extra={f"{WEIGHT}demonstration_loss": self.lm * ones, f"{WEIGHT}teacher_divergence": self.divergence * ones},
                 )
             )
         return found
@@ -149,49 +146,23 @@ class Teacher:
         busy = any("forward" in vars(module) for module in model.modules())  # it is the policy, which is being trained
         return nullcontext() if busy else fused_modules(model, keep=not self.policy.sharded)
 
-    def loss(
-        self, policy: Policy, algorithm: Algorithm, batch: Batch, samples: Sequence[Sample], hidden_MD: Tensor, logp_M: Tensor
+    def divergence(
+        self, policy: Policy, batch: Batch, samples: Sequence[Sample], hidden_MD: Tensor, function: Callable[..., Tensor]
     ) -> Tensor:
-        """The weighted divergence of a batch's trained rows, differentiable with respect to the policy's hidden states and head.
-
-        With `algorithm.importance` a row counts by `sg[exp(l - b)]`: how likely the policy finds the token, over how likely it was
-        drawn; nobody drew demonstrations.
-        """
-        assert algorithm.divergence is not None
-        rows_M = batch.trained_M
+        """How far the policy's next token is from the teacher's at a batch's trained rows (M,), differentiable with respect to the
+        policy's hidden states and head.   samples: that the batch was packed from."""
         with policy.precision():
-            found_M = head_divergence(
+            return head_divergence(
                 hidden_MD,
                 policy.head,
                 self.states(batch, samples),
                 self.policy.head,
-                batch.temperature_P[rows_M],
-                partial(called, "divergence", algorithm.divergence),
+                batch.temperature_P[batch.trained_M],
+                partial(called, "divergence", function),
             )
-        weight_M = batch.weight_P[rows_M]
-        if algorithm.importance:
-            importance_M = guarded_exp(logp_M.detach() - batch.behavior_logp_P[rows_M])
-            if "shown" in batch.extra_P:
-                importance_M = torch.where(batch.extra_P["shown"][rows_M] > 0, 1.0, importance_M)
-            weight_M = weight_M * importance_M
-        if "taught" in batch.extra_P:
-            weight_M = weight_M * batch.extra_P["taught"][rows_M]
-        return (weight_M * found_M).sum()
 
 
-def with_teacher(groups: Sequence[Scored], teacher: Teacher | None, budget: int) -> list[Scored]:
-    """Add the signal `teacher_logp`: what the teacher, after its own prompts, gives to the tokens that were drawn."""
-    if teacher is None:
-        return list(groups)
-    samples = teacher.read([sample for group in groups for rollout in group.rollouts for sample in samples_of(rollout)])
-    scored = asked(teacher.servers, samples) if teacher.servers is not None else score(teacher.policy, samples, budget=budget).logp
-    logp = (values for _, values in joined(zip(samples, scored, strict=True)))
-    return [
-        replace(group, signals={**group.signals, "teacher_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups
-    ]
-
-
-def asked(servers: ScoringServers, samples: Sequence[Sample]) -> list[np.ndarray]:
+def scored_by_servers(servers: ScoringServers, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Per sample (n,): what servers give to its completion's tokens.  Of several processes each asks for its share.
 
     Raises PeerError, EngineError.
@@ -207,18 +178,22 @@ def asked(servers: ScoringServers, samples: Sequence[Sample]) -> list[np.ndarray
     return [found[place] for place in range(len(samples))]
 
 
-def with_demonstrations(samples: Sequence[Sample], shown: Sequence[Sample]) -> list[Sample]:
-    """Samples of rollouts and of demonstrations, with the same columns: `shown` (1 for demonstrations), `lm`, `taught`."""
+def with_demonstrations(algorithm: Algorithm, samples: Sequence[Sample], shown: Sequence[Sample]) -> list[Sample]:
+    """Samples of rollouts and of demonstrations, with a column of weights for each term of the loss."""
     if not shown:
         return list(samples)
-    names = {name for sample in samples for name in sample.extra}
-
-    def filled(sample: Sample, columns: Mapping[str, float]) -> Sample:
-        return replace(
-            sample, extra={name: np.full(len(sample.weight), value) for name, value in columns.items()} | dict(sample.extra)
-        )
-
-    own = [filled(sample, {"shown": 0.0, "lm": 0.0, "taught": 1.0}) for sample in samples]
+    terms = {WEIGHT + name_of(term): not fact(term, "of_demonstrations") for term in algorithm.extra}
+    terms[WEIGHT + POLICY] = True
+    drawn = [
+        replace(sample, extra={name: sample.weight * of_rollouts for name, of_rollouts in terms.items()} | dict(sample.extra))
+        for sample in samples
+    ]
+    names = {*terms, *(name for sample in samples for name in sample.extra)}
     # What a critic should have said of a demonstration is not known.
-    others = [filled(sample, {name: np.nan if name == "return" else 0.0 for name in names}) for sample in shown]
-    return [*own, *others]
+    nothing = {name: np.nan if name == "return" else 0.0 for name in names}
+    return [*drawn, *(_with_columns(sample, nothing) for sample in shown)]
+
+
+def _with_columns(sample: Sample, numbers: Mapping[str, float]) -> Sample:
+    columns = {name: np.full(sample.weight.size, number) for name, number in numbers.items()}
+    return replace(sample, extra=columns | dict(sample.extra))

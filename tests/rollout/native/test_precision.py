@@ -7,8 +7,8 @@ import torch
 from groupwise.config.settings import ModelSettings
 from groupwise.records import Sampling
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
-from groupwise.training.scoring import score
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,14 @@
-"""One optimizer step: samples with their final weights -> packed micro-batches -> forward, backward, step.
+"""A packed pass: samples with their final weights -> packed micro-batches -> a function of each, and its numbers per token.
 
-`assess` is the same without learning: what validation reports is what training minimises.  The same function serves every
-objective; what differs is the loss of a batch, which the objective brings.  `token_loss` is that of all objectives that are a sum
-over tokens (GRPO's family, SFT).
-
-P positions and M trained positions of a micro-batch   D width
+`update` takes one optimizer step, `assess` computes the same loss without learning (what validation reports is what training
+minimises), and `score` reads log-probs.  The pass is the same for every objective; the loss of a batch differs (`training.loss`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -23,15 +21,16 @@ from groupwise.errors import MemoryExceeded, out_of_memory
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.ops.in_place_gradients import summed_in_place
-from groupwise.ops.linear_cross_entropy import TokenLoss, chosen_logprobs, fused_loss
-from groupwise.records import Batch, Sample
+from groupwise.ops.linear_cross_entropy import PositionSupport, chosen_logprobs
+from groupwise.records import Batch, Rollout, Sample
 from groupwise.training.optimizer import StepStats
-from groupwise.training.scoring import batches_of, support_of
+from groupwise.training.samples import joined, samples_of
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
 
 
+UNMOVED = StepStats(grad_norm=0.0, lr=0.0, skipped=False)
 BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
 """(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number per trained position (M,), for the log, or two
 (M, 2): log-probs and entropies)."""
@@ -49,14 +48,9 @@ class Assessment:
     loss: float
     positions: list[int]
     """Packed positions that each process worked on."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Update(Assessment):
-    """One optimizer step: the samples, their log-probs before it, and its statistics."""
-
-    stats: StepStats
-    budget: int
+    stats: StepStats = UNMOVED
+    """Of the optimizer step, where one was taken."""
+    budget: int = 0
     """Packed positions at a time that fitted into memory."""
 
 
@@ -75,11 +69,11 @@ class Stepper(Protocol):
 @torch.enable_grad()  # whatever the program around has set
 def update(
     policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Stepper, *, budget: int, whole_groups: bool = False
-) -> Update:
+) -> Assessment:
     """Forward and backward over the samples, at most `budget` positions at a time, and one optimizer step.
 
-    The weights of the samples are final, so neither the budget nor the order can change the step, nor how many processes share
-    it: each works on its part of the packed positions, and the optimizer takes the sum of their gradients.
+    Sample weights are final, so the budget, the order and the number of processes do not change the step: each process computes its
+    part of the packed positions, and the optimizer takes the sum of their gradients.
     whole_groups: never cut a group (pairs are compared with each other).
 
     Where memory does not suffice, the same step is computed anew with half the budget, down to one sample at a time.
@@ -88,7 +82,7 @@ def update(
     while True:
         optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
         try:
-            found = _visit(policy, loss, samples, budget, whole_groups, optimizer)
+            assessed = packed_pass(policy, loss, samples, budget, whole_groups=whole_groups, learn=True)
             break
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -104,34 +98,26 @@ def update(
             torch.cuda.empty_cache()
         log.warning("%d packed positions at a time do not fit into memory: going on with %d, to the same result", budget, smaller)
         budget = smaller
-    return Update(
-        samples=found.samples,
-        seen=found.seen,
-        entropy=found.entropy,
-        loss=found.loss,
-        positions=found.positions,
-        stats=optimizer.step(),  # not to be tried twice: it changes weights as it goes
-        budget=budget,
-    )
+    # The step is not tried twice: it changes weights as it goes.
+    return replace(assessed, stats=optimizer.step(), budget=budget)
 
 
 @torch.no_grad()
 def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget: int, whole_groups: bool = False) -> Assessment:
     """The same loss of the same kind of samples, without a gradient or a step."""
-    return _visit(policy, loss, samples, budget, whole_groups, None)
+    return replace(packed_pass(policy, loss, samples, budget, whole_groups=whole_groups), budget=budget)
 
 
-def _visit(
-    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, whole_groups: bool, optimizer: Stepper | None
+def packed_pass(
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False, learn: bool = False
 ) -> Assessment:
-    """Every process computes its part of the samples; the results are gathered on all.
+    """One pass over the samples.  Every process computes its part of them; the results are gathered on all.
 
-    optimizer: whose gradients are taken; None: no gradient is.
+    learn: leave the gradients of the loss in the parameters.
     """
-    learn = optimizer is not None
     seen = [np.zeros(sample.completion.size) for sample in samples]
     entropy = list(seen)
-    own: list[tuple[int, np.ndarray]] = []
+    mine: list[tuple[int, np.ndarray]] = []
     positions = 0
     total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
     with fused_modules(policy.model, keep=not policy.sharded), summed_in_place(learn and not policy.sharded):
@@ -143,10 +129,10 @@ def _visit(
             total += value.detach()
             seen_P = seen_M.new_zeros(batch.layout.total, *seen_M.shape[1:])
             seen_P[batch.trained_M] = seen_M.detach()
-            own += unpack(batch, seen_P, samples)
+            mine += unpack(batch, seen_P, samples)
             positions += sum(batch.layout.length)
     policy.reshard()
-    parts = comm.gather([(float(total), positions, own)])
+    parts = comm.gather([(float(total), positions, mine)])
     for index, values in (pair for _, _, pairs in parts for pair in pairs):
         seen[index] = values
         if values.ndim == 2:
@@ -160,7 +146,52 @@ def _visit(
     )
 
 
-def balance(updates: Sequence[Update]) -> dict[str, float]:
+def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
+    """Batches of this process's part of the samples, which all processes hold, packed as the policy needs; see `packing.pack`."""
+    return policy.packed(samples, budget, whole_groups=whole_groups, world=comm.world(), even=policy.sharded)
+
+
+def support_of(batch: Batch) -> PositionSupport | None:
+    """The support of a batch's trained rows, if any rollout of it was truncated by top-k, top-p or min-p."""
+    return None if batch.support is None else PositionSupport(ids_E=batch.support[0], begin_M=batch.support[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probs and entropies per sample and token (n_i,), nats; 0 for tokens with weight 0."""
+
+    logp: list[np.ndarray]
+    entropy: list[np.ndarray]
+
+
+def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bool = False) -> Scores:
+    """Log-probs (and entropies) of every completion token, at the temperature and over the support it was sampled with.
+
+    Packed with shared prompts, `budget` positions at a time; no gradient.  Entropies are zeros unless `entropy` is set.
+    Of several processes each computes its part, and each gets the whole.
+    """
+    assessed = assess(policy, partial(_read, entropy=entropy), samples, budget=budget)
+    return Scores(assessed.seen, assessed.entropy)
+
+
+def _read(policy: Policy, batch: Batch, *, entropy: bool) -> tuple[Tensor, Tensor]:
+    """No loss, and the log-probs (M,) of a batch's trained tokens, or with their entropies (M, 2)."""
+    rows_M = batch.trained_M
+    hidden_MD = policy.forward(batch).hidden_PD[rows_M]
+    with policy.precision():
+        logp_M, entropy_M = chosen_logprobs(
+            hidden_MD, policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M], support_of(batch), entropy=entropy
+        )
+    return logp_M.new_zeros(()), logp_M if entropy_M is None else torch.stack([logp_M, entropy_M], 1)
+
+
+def score_rollouts(policy: Policy, rollouts: Sequence[Rollout], *, budget: int) -> list[np.ndarray]:
+    """Per rollout (n,): the policy's log-probs, each token's behind what it was drawn behind; see `score`."""
+    samples = [sample for rollout in rollouts for sample in samples_of(rollout)]
+    return [logp for _, logp in joined(zip(samples, score(policy, samples, budget=budget).logp, strict=True))]
+
+
+def balance(updates: Sequence[Assessment]) -> dict[str, float]:
     """How evenly the packed positions of updates lie over processes: the fullest one's over the mean, and each one's idle share.
 
     Empty for a single process.
@@ -170,43 +201,3 @@ def balance(updates: Sequence[Update]) -> dict[str, float]:
         return {}
     idle = {f"ranks/idle/{rank}": 1.0 - float(load) / float(total.max()) for rank, load in enumerate(total)}
     return {"ranks/imbalance": float(total.max() / total.mean()), **idle}
-
-
-def token_loss(
-    policy: Policy,
-    batch: Batch,
-    loss: TokenLoss,
-    *,
-    separable: bool,
-    entropy: bool = False,
-    as_is: bool = False,
-    learn: bool = True,
-    beside: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`loss` of a batch's trained tokens, differentiable with respect to the policy, and their log-probs (M,); with `entropy` also
-    their entropies, (M, 2) in all.
-
-    loss: (log-probs, entropies or None, which of the M) -> its weighted part, a scalar.
-    separable: a token's loss depends on no other token; the head's gradient is then taken while its logits are at hand.
-    entropy: of every position, given to the loss, too; where nothing is differentiated with respect to it, it is a by-product.
-    as_is: what is returned is what is differentiated, multiplied by nothing: `update` then keeps one gradient of the head, not two.
-    learn: False where `loss` has no gradient: log-probs are then computed for the log alone.
-    beside: of the hidden states (M, D) and the log-probs (M,), another part of the loss.
-    """
-    rows_M = batch.trained_M
-    outputs = policy.forward(batch)
-    inputs = (outputs.hidden_PD[rows_M], policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
-    with policy.precision():
-        if not learn:
-            with torch.no_grad():
-                logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
-                value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
-        elif separable and torch.is_grad_enabled():
-            value, logp_M, entropy_M = fused_loss(*inputs, loss, support_of(batch), entropy=entropy, as_is=as_is)
-        else:
-            logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
-            value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
-    if beside is not None:
-        value = value + beside(inputs[0], logp_M)
-    seen = logp_M if entropy_M is None else torch.stack([logp_M.detach(), entropy_M.detach()], 1)
-    return value + outputs.router_loss, seen

@@ -1,0 +1,230 @@
+"""Algorithms from one file of a user's: a part of each kind, a term with a teacher, one with a value; and parts in the table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groupwise.algorithms.resolve import resolve
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import GroupSettings
+from groupwise.errors import ConfigError
+from groupwise.runs.run import train
+
+OUTSIDE = '''
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from groupwise.algorithms.table import ALGORITHMS
+
+
+@dataclass(frozen=True)
+class Signed:
+    """The sign of a reward's distance from its group's mean."""
+
+    scale: float = 1.0
+    compares_siblings = True
+
+    def __call__(self, groups):
+        return [self.scale * np.sign(group.reward - group.reward.mean()) for group in groups]
+
+
+@dataclass(frozen=True)
+class Banded:
+    """The policy gradient, of tokens whose ratio has not left a band."""
+
+    band: float = 1e-4
+    per_token = True
+
+    def __call__(self, terms):
+        return -terms.advantage_M * terms.logp_M * (terms.log_ratio_M.detach().abs() <= self.band)
+
+
+def halved(logp_M, behavior_logp_M, segment_M, segments):
+    return 0.5 * (logp_M - behavior_logp_M)
+
+
+halved.per_token = True
+
+
+def per_prompt(tokens_R, prompt_R):
+    return np.where(np.asarray(tokens_R) > 0, 0.01, 0.0)
+
+
+def near_teacher(terms):
+    return 0.5 * (terms.logp_M - terms.signals["teacher_logp"]).square()
+
+
+near_teacher.reads, near_teacher.per_token = ("teacher_logp",), True
+
+
+def absolute(terms):
+    gap_M = (terms.value_M - terms.signals["return"]).abs()
+    return gap_M.nan_to_num(nan=0.0)
+
+
+absolute.reads = ("value",)
+
+MINE = replace(ALGORITHMS["grpo"], name="mine", credit=Signed(), surrogate=Banded(), ratio=halved, weights=per_prompt)
+TAUGHT = replace(ALGORITHMS["grpo"], name="taught", extra=(near_teacher,))
+VALUED = replace(ALGORITHMS["ppo"], name="valued", extra=(absolute,))
+'''
+JUDGE = "def judge(completions, **_):\n    return [float(len(text) % 3) for text in completions]\n"
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file with parts in the working directory, by a name that no test had before."""
+    monkeypatch.chdir(tmp_path)
+    name = f"outside_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(OUTSIDE)
+    (tmp_path / "judges.py").write_text(JUDGE)
+    return name
+
+
+@pytest.fixture
+def steps(tmp_path: Path, module: str, write_recipe: Callable) -> Callable[..., list]:
+    """`steps(objective, **changes)` -> the steps of a run."""
+
+    def run(row: str, **changes: object) -> list:
+        path = write_recipe(tmp_path, row.lower(), steps=2, objective=f"{module}.py:{row}", **changes)
+        return list(train(load_recipe(path)))
+
+    return run
+
+
+def test_facts_of_a_dataclass_of_ones_own_are_known(module: str) -> None:
+    row = resolve(f"{module}:MINE", GroupSettings(), 8)
+    assert row.token_level
+    assert not row.needs_teacher
+    assert resolve(f"{module}:TAUGHT", GroupSettings(), 8).needs_teacher
+    assert resolve(f"{module}:VALUED", GroupSettings(), 8).needs_value
+    with pytest.raises(ConfigError, match="group_size must be at least 2 for 'mine'"):
+        resolve(f"{module}:MINE", GroupSettings(group_size=1), 8)
+
+
+def test_a_recipe_names_a_class_and_sets_its_fields(module: str) -> None:
+    row = resolve("grpo", GroupSettings(credit={"name": f"{module}.py:Signed", "scale": 2}, surrogate=f"{module}:Banded"), 8)
+    assert (row.credit.scale, row.surrogate.band, row.token_level) == (2.0, 1e-4, True)
+    with pytest.raises(ConfigError, match=r"group.credit.scael: .*no such keyword \(it takes scale\) \(did you mean scale\?\)"):
+        resolve("grpo", GroupSettings(credit={"name": f"{module}:Signed", "scael": 2}), 8)
+
+
+def test_credit_ratio_surrogate_and_weights_of_ones_own_are_trained_and_recorded(steps: Callable) -> None:
+    trained = steps("MINE", group={"updates_per_rollout": 2})
+    first = trained[0]
+    assert {float(a) for group in first.advantages for column in group for a in column} <= {-1.0, 0.0, 1.0}
+    assert {w for group in first.columns["weight"] for column in group for w in column} == {0.01}
+    clipped = np.concatenate([column for group in first.columns["clipped"] for column in group])
+    assert set(clipped.tolist()) <= {0.0, 0.5}, "in the first pass every ratio is 1, in the second some have left the band"
+    assert first.metrics["clip/low"] + first.metrics["clip/high"] == pytest.approx(float(clipped.mean()), abs=1e-6)
+
+
+def test_a_term_with_a_teacher_is_added_to_the_loss(steps: Callable) -> None:
+    """At first the teacher is the policy; after a step the policy has left it, by half of what it moved."""
+    first, second = steps("TAUGHT", teacher={"ema": 0.5})
+    assert "teacher/kl" in first.metrics
+    assert abs(first.metrics["loss"]) < 1e-6, "the surrogate's is about 0 too"
+    assert second.metrics["loss"] > 10 * abs(first.metrics["loss"])
+
+
+def test_a_term_with_a_value_trains_the_critic(steps: Callable) -> None:
+    first, second = steps("VALUED", critic={"lr": 0.1})
+    assert first.metrics["value/mean"] == 0.0
+    assert second.metrics["value/mean"] != 0.0
+
+
+PLANTED = """
+import json, sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from groupwise.algorithms.parts import Credit, Surrogate
+from groupwise.algorithms.table import ALGORITHMS, PARTS
+
+
+@dataclass(frozen=True)
+class Planted(Surrogate):
+    '''A planted surrogate.'''
+
+    width: float = 0.5
+    per_token = True
+
+    def __call__(self, terms):
+        return -terms.advantage_M * terms.logp_M
+
+
+@dataclass(frozen=True)
+class Rooted(Credit):
+    '''A planted credit, which asks a critic.'''
+
+    reads = ("value",)
+
+    def __call__(self, groups):
+        return [group.reward for group in groups]
+
+
+PARTS["surrogate"]["planted"], PARTS["credit"]["rooted"] = Planted, Rooted
+ALGORITHMS["planted"] = replace(ALGORITHMS["grpo"], name="planted", surrogate=Planted())
+
+from groupwise.config.recipes import make_recipe
+from groupwise.errors import ConfigError
+from groupwise.viewer.replays import checked, offered
+
+base = {"model": {"scratch": {}}, "data": {"task": "sums"}, "rewards": [{"function": "accuracy"}], "steps": 1}
+
+
+def refused(**changes):
+    try:
+        make_recipe(base | changes)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def page():
+    sys.path.insert(0, "DOCS")
+    import generate
+
+    return generate.algorithms_page()
+
+
+print(json.dumps({
+    "torch": "torch" in sys.modules,
+    "accepted": refused(objective="planted", group={"surrogate": {"width": 2}}),
+    "width": refused(objective="planted", group={"surrogate": {"widht": 2}}),
+    "critic": refused(objective="grpo", group={"credit": "rooted", "group_size": 1}, critic={"lr": 0.1}),
+    "without": refused(objective="grpo", group={"surrogate": "planted"}, critic={"lr": 0.1}),
+    "offered": offered(),
+    "change": checked("objective=planted; group.surrogate.width=1"),
+    "page": page(),
+}))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_planted_in_the_table_is_known_everywhere(tmp_path: Path) -> None:
+    """One row and two parts, said once: configuration, viewer and documentation know them and their facts."""
+    docs = Path(__file__).parents[2] / "docs"
+    done = subprocess.run(
+        [sys.executable, "-c", PLANTED.replace("DOCS", str(docs))], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    told = json.loads(done.stdout)
+    assert not told["torch"]
+    assert told["accepted"] == told["critic"] == ""
+    assert "planted has no such keyword (it takes width) (did you mean width?)" in told["width"]
+    assert "critic is for credits that ask one" in told["without"]
+    assert "planted" in told["offered"]["objectives"]
+    assert told["offered"]["options"]["planted"] == ["width"]
+    assert "rooted" not in told["offered"]["parts"]["credit"], "it asks a critic, which a replay has not"
+    assert told["change"] == ["objective=planted", "group.surrogate.width=1"]
+    assert "| `planted(width=0.5)` | A planted surrogate. |" in told["page"]
+    assert "[`planted`](algorithms/planted.md)" in told["page"]
