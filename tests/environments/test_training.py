@@ -276,10 +276,10 @@ def test_reasoning_gym_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch
     recipe = make_recipe(
         {key: value for key, value in GAME.items() if key != "data"} | {"environment": {"reasoning_gym": "chain_sum"}}
     )
-    from groupwise.runs.environments import furnished
+    from groupwise.runs.environments import with_environment_data
 
     with pytest.raises(ConfigError, match=r"pip install groupwise\[reasoning-gym\]"):
-        furnished(recipe)
+        with_environment_data(recipe)
 
 
 def test_a_reasoning_gym_data_set_trains_and_its_scorer_is_looked_at(tmp_path: Path) -> None:

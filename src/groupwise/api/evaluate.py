@@ -37,7 +37,15 @@ from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import step_of
-from groupwise.runs.environments import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
+from groupwise.runs.environments import (
+    environment_of,
+    make_source,
+    make_world,
+    recipe_of_environment,
+    tools_of,
+    with_environment_data,
+    with_own_reward,
+)
 from groupwise.runs.origin import Origin, origin_of, overridden
 from groupwise.runs.policies import fit_threads
 from groupwise.runs.prepare import eval_sampling
@@ -144,7 +152,7 @@ def _with(settings: Any, **changes: Any) -> Any:
 
 def _plain_recipe(environment: Mapping[str, Any] | None) -> Recipe:
     """How a model that no run made is evaluated."""
-    plain = unmade(environment or {})
+    plain = recipe_of_environment(environment or {})
     rollout = replace(plain.rollout, max_new_tokens=LENGTH, max_rows=ROWS)
     return replace(plain, rewards=(), rollout=rollout, eval=replace(plain.eval, k=SAMPLES))
 
@@ -198,7 +206,7 @@ def _origin(path: str, overrides: Sequence[str], environment: Mapping[str, Any] 
     demand_trust(origin, ("model", *parts, *(("environment",) if environment is None else ())))
     recipe = origin.recipe if environment is None else replace(origin.recipe, environment=environment_of(environment))
     demand_values(recipe.environment, "environment")
-    return replace(origin, recipe=furnished(recipe))
+    return replace(origin, recipe=with_environment_data(recipe))
 
 
 def _data_of(

@@ -15,7 +15,7 @@ from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.environments import environment_of, make_source, make_world, tools_of, unmade
+from groupwise.runs.environments import environment_of, make_source, make_world, recipe_of_environment, tools_of
 from groupwise.runs.origin import Origin
 
 
@@ -47,7 +47,7 @@ class Answered:
             control_tokens=policy.control_tokens,
             chat_template_kwargs=policy.variables,
         )
-        recipe = dataclasses.replace(unmade({}), environment=settings, data=data)
+        recipe = dataclasses.replace(recipe_of_environment({}), environment=settings, data=data)
         world = make_world(recipe, Blueprint.of(policy), source, Sampling(max_new_tokens=length))
         if world is None:
             return None

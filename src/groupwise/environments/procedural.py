@@ -57,7 +57,7 @@ class Health:
         return f"of {self.entries} entries {found}" if found else f"{self.entries} entries, whose scorers tell right from wrong"
 
 
-def furnished(recipe: Recipe) -> Recipe:
+def with_procedural_data(recipe: Recipe) -> Recipe:
     """The recipe with the rows and the scorer of its `environment.reasoning_gym`; itself if it names none.
 
     Raises ConfigError: no such data set, bad arguments, or no entry that can be scored.

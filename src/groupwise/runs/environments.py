@@ -35,7 +35,7 @@ from groupwise.utils.secrets import TOKEN, redacted_command
 OPENENV = "groupwise.environments.openenv:OpenEnv"
 
 
-def furnished(recipe: Recipe) -> Recipe:
+def with_environment_data(recipe: Recipe) -> Recipe:
     """The recipe with what its environment brings: rows and a scorer of a procedural data set, the tasks of a taskset.
 
     Raises ConfigError.
@@ -44,10 +44,10 @@ def furnished(recipe: Recipe) -> Recipe:
     if given.verifiers is not None and recipe.data.path is None:
         rows = _taskset(given.verifiers, json.dumps(given.args, sort_keys=True)).rows(recipe.data.limit)
         return replace(recipe, data=replace(recipe.data, path=live_rows(rows, f"verifiers {given.verifiers}")))
-    return procedural.furnished(recipe)
+    return procedural.with_procedural_data(recipe)
 
 
-def unmade(environment: Mapping[str, Any]) -> Recipe:
+def recipe_of_environment(environment: Mapping[str, Any]) -> Recipe:
     """A recipe of nothing but an environment, for a model that no run made.   Raises ConfigError for a key that is wrong."""
     keys = {"objective": "grpo", "steps": 1, "model": {"scratch": {}}, "rewards": [{"function": "exact"}]}
     return make_recipe(keys | {"data": {"task": "addition", "chat": True}, "environment": dict(environment)})
@@ -55,7 +55,7 @@ def unmade(environment: Mapping[str, Any]) -> Recipe:
 
 def environment_of(keys: Mapping[str, Any]) -> EnvironmentSettings:
     """The section that these keys make.   Raises ConfigError."""
-    return unmade(keys).environment
+    return recipe_of_environment(keys).environment
 
 
 @cache

@@ -50,7 +50,7 @@ from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs.engines import sampled_elsewhere
-from groupwise.runs.environments import furnished, make_source, make_world, tools_of, with_own_reward, world_lines
+from groupwise.runs.environments import make_source, make_world, tools_of, with_environment_data, with_own_reward, world_lines
 from groupwise.runs.plan import (
     Lines,
     Load,
@@ -201,7 +201,7 @@ class Prepared:
         Raises ConfigError, DataError.
         """
         demand_values(recipe)
-        recipe, blueprint = modelled(furnished(recipe), resume, shared=world is None, config=config)
+        recipe, blueprint = modelled(with_environment_data(recipe), resume, shared=world is None, config=config)
         others = [blueprint_of(scorer, None) for scorer in scorers]
         source = make_source(recipe.environment)
         with closed_on_error(*([] if source is None else [source.close])):

@@ -61,7 +61,6 @@ REACH = 20
 """Recorded steps that are trained again, at most, on the way to the weights before a step."""
 MISMATCH, MISMATCH_LOW = 1e-4, 0.05
 """Mean difference of sampled and scored log-probs (nats) that rounding explains, in float32 and with bfloat16 products."""
-"""Signals that training adds to what was sampled and scored."""
 TIMES = (
     *("tokens/per_second", "flops/per_second", "tokens/shared", "tokens/dead", "tokens/recomputed", "tokens/discarded"),
     *("ranks/", "prompts/"),

@@ -82,14 +82,14 @@ class Pages:
 
     # ------------------------------------------------------------ addresses
 
-    def runs(self, asked: Parameters) -> Json:
+    def runs(self, parameters: Parameters) -> Json:
         """What is looked at, and where to begin; all that there is of run `run`, and of those that were opened before."""
-        self._open(self._number(asked))
+        self._open(self._number(parameters))
         return {"runs": [self._run(i) for i in range(len(self.sources))]}
 
-    def pulse(self, asked: Parameters) -> Json:
+    def pulse(self, parameters: Parameters) -> Json:
         """What may have changed; the application polls it while a run is live."""
-        return self.runs(asked)
+        return self.runs(parameters)
 
     def _run(self, i: int) -> Json:
         source = self.sources[i]
@@ -112,10 +112,10 @@ class Pages:
             "replay": replays.offered() if self._replayable(source) else None,
         }
 
-    def curves(self, asked: Parameters) -> Json:
+    def curves(self, parameters: Parameters) -> Json:
         """Metrics over steps (`names`, with commas; none: all), and the tokens and seconds that had gone by."""
-        metrics = self._source(asked).metrics()
-        names = asked["names"].split(",") if asked.get("names") else sorted(metrics.values.keys() - {"wall"})
+        metrics = self._source(parameters).metrics()
+        names = parameters["names"].split(",") if parameters.get("names") else sorted(metrics.values.keys() - {"wall"})
         steps = list(metrics.steps)
         cut = _stretch_size(len(steps), self.points)
         wall = metrics.values.get("wall", ())
@@ -131,65 +131,67 @@ class Pages:
             "values": {name: _thinned(metrics.values[name], cut) for name in names if name in metrics.values},
         }
 
-    def health(self, asked: Parameters) -> Json:
+    def health(self, parameters: Parameters) -> Json:
         """Flags in plain words, the figures that stand first, where a step's work goes, and the metrics by subject."""
-        source = self._source(asked)
+        source = self._source(parameters)
         metrics = source.metrics()
         names, history = list(metrics.values), metrics.history()
         flags = [*health.unread(source.problems()), *health.flags(history)]
         families = health.families(name for name in names if name != "wall")
         return {"flags": flags, "figures": health.figures(names), "work": health.work(history), "families": families}
 
-    def step(self, asked: Parameters) -> Json:
+    def step(self, parameters: Parameters) -> Json:
         """A step's groups, the most informative first; the newest step where none is named."""
-        source, kind = self._source(asked), self._kind(asked)
+        source, kind = self._source(parameters), self._kind(parameters)
         steps = source.steps(kind)
         if not steps:
             return {"step": None, "kind": kind, "groups": [], "functions": {}, "reward": None, "completions": 0}
-        wanted = _whole(asked, "step")
+        wanted = _whole(parameters, "step")
         if wanted is not None:
             return groups.overview(source, min(steps, key=lambda step: (abs(step - wanted), step)), kind)
         return groups.overview(source, _newest(source, kind), kind)
 
-    def group(self, asked: Parameters) -> Json:
+    def group(self, parameters: Parameters) -> Json:
         """A group with its completions and their tokens."""
-        return groups.group(self._source(asked), _needed(asked, "step"), _needed(asked, "group"), self._kind(asked))
+        return groups.group(
+            self._source(parameters), _needed(parameters, "step"), _needed(parameters, "group"), self._kind(parameters)
+        )
 
-    def more(self, asked: Parameters) -> Json:
+    def more(self, parameters: Parameters) -> Json:
         """A completion from token `begin` on."""
-        step, group, index, begin = (_needed(asked, name) for name in ("step", "group", "index", "begin"))
-        return groups.more(self._source(asked), step, group, index, begin, self._kind(asked))
+        step, group, index, begin = (_needed(parameters, name) for name in ("step", "group", "index", "begin"))
+        return groups.more(self._source(parameters), step, group, index, begin, self._kind(parameters))
 
-    def visits(self, asked: Parameters) -> Json:
+    def visits(self, parameters: Parameters) -> Json:
         """A prompt through training: every group it had, as far as the index has read."""
-        self._source(asked)
-        index = self.indexes[self._number(asked)]
+        self._source(parameters)
+        index = self.indexes[self._number(parameters)]
         found = [
             {"step": step, "group": group, "rewards": groups.plain(rewards)}
-            for step, group, rewards in index.visits(asked.get("key", ""))
+            for step, group, rewards in index.visits(parameters.get("key", ""))
         ]
         return {"visits": found, "read": index.read, "total": index.total}
 
-    def search(self, asked: Parameters) -> Json:
-        """Completions that hold what is asked for."""
+    def search(self, parameters: Parameters) -> Json:
+        """Completions that hold what is parameters for."""
         query = questions.SearchQuery(
-            text=asked.get("text", ""),
-            prompt=asked.get("prompt", ""),
-            function=asked.get("function", ""),
-            low=_real(asked, "low"),
-            high=_real(asked, "high"),
-            finish=asked.get("finish", ""),
-            first=_whole(asked, "first"),
-            last=_whole(asked, "last"),
-            kind=self._kind(asked),
+            text=parameters.get("text", ""),
+            prompt=parameters.get("prompt", ""),
+            function=parameters.get("function", ""),
+            low=_real(parameters, "low"),
+            high=_real(parameters, "high"),
+            finish=parameters.get("finish", ""),
+            first=_whole(parameters, "first"),
+            last=_whole(parameters, "last"),
+            kind=self._kind(parameters),
         )
-        index = self.indexes[self._number(asked)]
-        return questions.search(self._source(asked), index, query, cursor=_whole(asked, "cursor"))
+        index = self.indexes[self._number(parameters)]
+        return questions.search(self._source(parameters), index, query, cursor=_whole(parameters, "cursor"))
 
-    def why(self, asked: Parameters) -> Json:
+    def why(self, parameters: Parameters) -> Json:
         """What changed between two stretches of steps; where none are named, those between which the reward moved most."""
-        source = self._source(asked)
-        ends = [_whole(asked, name) for name in ("before0", "before1", "after0", "after1")]
+        source = self._source(parameters)
+        ends = [_whole(parameters, name) for name in ("before0", "before1", "after0", "after1")]
         if any(end is None for end in ends):
             metrics = source.metrics()
             found = questions.jump(metrics.steps, metrics.values["reward"]) if "reward" in metrics.values else None
@@ -198,25 +200,25 @@ class Pages:
             ends = list(found)
         return questions.why(source, (ends[0], ends[1]), (ends[2], ends[3]))  # type: ignore[arg-type]
 
-    def lenses(self, asked: Parameters) -> Json:
+    def lenses(self, parameters: Parameters) -> Json:
         """Signs of reward hacking in a stretch of steps; the last ten where none is named."""
-        source = self._source(asked)
+        source = self._source(parameters)
         steps = source.steps()
         if not steps:
             raise DataError(f"{source.name} holds no completions")
-        first, last = _whole(asked, "first"), _whole(asked, "last")
+        first, last = _whole(parameters, "first"), _whole(parameters, "last")
         return questions.lenses(source, steps[-10:][0] if first is None else first, steps[-1] if last is None else last)
 
-    def compare(self, asked: Parameters) -> Json:
+    def compare(self, parameters: Parameters) -> Json:
         """Two steps on the prompts they share, and the steps that share most with the left one.
 
         Where nobody chose the steps and no training steps share a prompt, evaluations are compared: their prompts stay the same.
         """
-        i, j = self._number(asked), self._number({"run": asked.get("other", asked.get("run", "0"))})
+        i, j = self._number(parameters), self._number({"run": parameters.get("other", parameters.get("run", "0"))})
         self._open(i)
         self._open(j)
-        left, right = _whole(asked, "step"), _whole(asked, "with")
-        kind = self._kind(asked)
+        left, right = _whole(parameters, "step"), _whole(parameters, "with")
+        kind = self._kind(parameters)
         steps, others = self.sources[i].steps(kind), self.sources[j].steps(kind)
         if not steps or not others:
             raise DataError("there are no recorded completions to compare")
@@ -225,22 +227,26 @@ class Pages:
         if left is None:
             left = near[0][0] if near and i == j else steps[0]
         found = questions.compare((self.sources[i], left), (self.sources[j], right), kind)
-        if not found["pairs"] and not asked.keys() & {"step", "with", "kind"}:
+        if not found["pairs"] and not parameters.keys() & {"step", "with", "kind"}:
             held_out = [source.steps(HELD_OUT) for source in (self.sources[i], self.sources[j])]
             if all(held_out) and (i != j or len(held_out[0]) > 1):
-                return self.compare({**asked, "kind": HELD_OUT})
+                return self.compare({**parameters, "kind": HELD_OUT})
         return {**found, "step": left, "with": right, "near": near, "kind": kind}
 
-    def config(self, asked: Parameters) -> Json:
+    def config(self, parameters: Parameters) -> Json:
         """The resolved recipe, which of its keys are not at their default, and the environment."""
-        source = self._source(asked)
+        source = self._source(parameters)
         config = source.config()
         return {"config": config, "set": _set_keys(config), "environment": source.environment(), "path": str(source.path)}
 
-    def replay(self, asked: Parameters) -> Json:
+    def replay(self, parameters: Parameters) -> Json:
         """Which tokens of a group the update pushed, or would have with `set` changed: see `replays`."""
-        source = self._source(asked)
-        number, place, changes = _needed(asked, "step"), _needed(asked, "group"), replays.checked(asked.get("set", ""))
+        source = self._source(parameters)
+        number, place, changes = (
+            _needed(parameters, "step"),
+            _needed(parameters, "group"),
+            replays.checked(parameters.get("set", "")),
+        )
         if (key := replays.own_code(source.config())) is not None:
             raise DataError(
                 f"{key} names code of the run's own, which the viewer does not run: groupwise replay RUN --step {number}"
@@ -256,20 +262,20 @@ class Pages:
 
     # ------------------------------------------------------------ parameters
 
-    def _number(self, asked: Parameters) -> int:
-        i = _whole(asked, "run") or 0
+    def _number(self, parameters: Parameters) -> int:
+        i = _whole(parameters, "run") or 0
         if not 0 <= i < len(self.sources):
             raise DataError(f"there is no run {i}")
         return i
 
-    def _source(self, asked: Parameters) -> CompletionSource:
-        i = self._number(asked)
+    def _source(self, parameters: Parameters) -> CompletionSource:
+        i = self._number(parameters)
         self._open(i)
         return self.sources[i]
 
     @staticmethod
-    def _kind(asked: Parameters) -> str:
-        return HELD_OUT if asked.get("kind") == HELD_OUT else TRAINING
+    def _kind(parameters: Parameters) -> str:
+        return HELD_OUT if parameters.get("kind") == HELD_OUT else TRAINING
 
 
 def _set_keys(config: Mapping[str, Any]) -> list[str]:
@@ -292,23 +298,23 @@ def _newest(source: CompletionSource, kind: str) -> int:
     return steps[-1]
 
 
-def _whole(asked: Parameters, name: str) -> int | None:
-    value = _real(asked, name)
+def _whole(parameters: Parameters, name: str) -> int | None:
+    value = _real(parameters, name)
     if value is not None and value != int(value):
-        raise DataError(f"{name} is {asked[name]!r}, expected a whole number")
+        raise DataError(f"{name} is {parameters[name]!r}, expected a whole number")
     return None if value is None else int(value)
 
 
-def _needed(asked: Parameters, name: str) -> int:
-    value = _whole(asked, name)
+def _needed(parameters: Parameters, name: str) -> int:
+    value = _whole(parameters, name)
     if value is None:
         raise DataError(f"{name} is missing")
     return value
 
 
-def _real(asked: Parameters, name: str) -> float | None:
+def _real(parameters: Parameters, name: str) -> float | None:
     """None if it was not said."""
-    if not (said := asked.get(name)):
+    if not (said := parameters.get(name)):
         return None
     try:
         value = float(said)

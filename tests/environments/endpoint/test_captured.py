@@ -22,7 +22,7 @@ from groupwise.environments import harness_episodes
 from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish, Prompt, Sampling, Trace
-from groupwise.runs.environments import unmade, world_lines
+from groupwise.runs.environments import recipe_of_environment, world_lines
 from groupwise.utils.processes import Pool
 
 from .conftest import ADD, WAIT, play
@@ -533,15 +533,15 @@ def test_a_secret_of_a_harness_is_in_no_plan_and_no_record(worlds, says, a_promp
     monkeypatch.delenv("GROUPWISE_TOKEN", raising=False)
     key = "sk-abcdefghijkl1mnop"
     command = [sys.executable, "agent.py", "--api-key", key]
-    shown = str(world_lines(unmade({"harness": command}), None))
+    shown = str(world_lines(recipe_of_environment({"harness": command}), None))
     assert "agent.py --api-key [redacted]" in shown and key not in shown
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM + "import sys; sys.exit(f'api_key={sys.argv[2]} is refused')")
     played = play(worlds(ProgramHarness([sys.executable, str(file), "--api-key", key])), a_prompt, says("5"))
     assert "api_key=[redacted] is refused" in played.episode.turns[-1].answer
-    assert "GROUPWISE_TOKEN" in str(world_lines(unmade({"harness": "outside"}), None))
+    assert "GROUPWISE_TOKEN" in str(world_lines(recipe_of_environment({"harness": "outside"}), None))
     monkeypatch.setenv("GROUPWISE_TOKEN", "sesame-1234")
-    assert "GROUPWISE_TOKEN" not in str(world_lines(unmade({"harness": "outside"}), None))
+    assert "GROUPWISE_TOKEN" not in str(world_lines(recipe_of_environment({"harness": "outside"}), None))
 
 
 def test_a_process_of_somebody_else_fetches_episodes(worlds, says, a_prompt):
