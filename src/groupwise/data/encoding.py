@@ -78,20 +78,14 @@ def encode(
     for (i, question), answers in zip(places, answered, strict=True):
         example: Example = rows[i]
         completions = [one for one in answers if not isinstance(one, Refusal)]
-        refusal = next((one for one in answers if isinstance(one, Refusal)), None)
-        if refusal is not None:
-            tally.drop(refusal.reason, first=str(refusal))
-            continue
-        if len(completions) == 2 and np.array_equal(completions[0].tokens, completions[1].tokens):
-            tally.drop("with chosen = rejected")
-            continue
-        if any(one.unknown for one in completions):
-            tally.drop(UNKNOWN)
+        reason, first = _wrong(answers, completions) if answers else ("", None)
+        if reason:
+            tally.drop(reason, first=first)
             continue
         tokens = _fitted(question, completions, limit, too_long, tally, template.bos_id)
         if tokens is None:
             continue
-        if not all(one.stable for one in completions):
+        if answers and not all(one.stable for one in completions):
             tally.note("with a completion encoded apart from its prompt")
         for note in example.notes:
             tally.note(note, first=question.where)
@@ -106,13 +100,23 @@ def encode(
     return items, report
 
 
+def _wrong(answers: Sequence[Completion | Refusal], completions: Sequence[Completion]) -> tuple[str, str | None]:
+    """Why a row with these completions is left out, and what is wrong with it; no reason if it stays."""
+    refusal = next((one for one in answers if isinstance(one, Refusal)), None)
+    if refusal is not None:
+        return refusal.reason, str(refusal)
+    if len(completions) == 2 and np.array_equal(completions[0].tokens, completions[1].tokens):
+        return "with chosen = rejected", None
+    return UNKNOWN if any(one.unknown for one in completions) else "", None
+
+
 def ask(rows: SourceRows[Example], template: Template, tally: Tally) -> list[tuple[int, Question]]:
     """(place, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`."""
     places = []
     for i, example in enumerate(rows):
         if is_blank(example.content):
             tally.drop("empty")
-        elif any(map(is_blank, example.answers)):
+        elif example.answers and any(map(is_blank, example.answers)):
             tally.drop("with an empty completion")
         else:
             places.append(i)
@@ -194,7 +198,7 @@ def _fitted(
 
     Raises DataError if `too_long` is `error`.
     """
-    completion = max((one.tokens.size for one in completions), default=0)
+    completion = max(one.tokens.size for one in completions) if completions else 0
     total, room = question.tokens.size + completion, limit - completion
     if total <= limit:
         return question.tokens

@@ -93,10 +93,6 @@ class Tally:
         """Add a warning, shown before training."""
         self._warnings.append(text)
 
-    def count(self, reason: str) -> int:
-        """Rows that were dropped or noted with this reason."""
-        return self._dropped[reason] + self._noted[reason]
-
     def keep(self, key: object) -> None:
         """A row that stays; it is a duplicate if a row with this key stayed before."""
         if key in self._kept:

@@ -30,7 +30,7 @@ psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar in
 FUNCTIONS = frozenset(_LISTED.split("alpha")[0].split())
 GREEK = frozenset(_LISTED.split()) - FUNCTIONS
 NAMES = FUNCTIONS | GREEK | {"sqrt", "frac", "inf", "infinity", "cdot", "times", "div", "abs"}
-_BEGINNING = NAMES | {"binom", "{"} - {"cdot", "times", "div"}
+_BEGINNING = NAMES | {"binom", "{", "text"} - {"cdot", "times", "div"}
 """Commands that begin a factor."""
 CONSTANTS = frozenset({"pi", "e", "i", "infty"})
 
@@ -266,9 +266,7 @@ class _Parser:
         kind, text = self.at
         if kind == "sign":
             return text in "({["
-        return kind in ("number", "symbol") or (
-            kind == "command" and text in NAMES | {"binom", "{", "text"} - {"cdot", "times", "div"}
-        )
+        return kind in ("number", "symbol") or (kind == "command" and text in _BEGINNING)
 
     def _power(self) -> Node:
         node = self._postfix(self._atom())
