@@ -15,12 +15,12 @@ def test_a_worker_of_plain_functions_imports_neither_numpy_nor_asyncio(tmp_path)
     (tmp_path / "plain.py").write_text("def f(completions): return [len(c) / 2 for c in completions]")
     code = """
 import pickle, sys
-from groupwise.rewards.functions import Call, worker
+from groupwise.rewards.functions import RewardCall, worker
 answer = worker(["plain.py:f"])
 told = answer("describe", "plain.py:f", "f", {}, ["answer"])
 called = {key: told[key] for key in ("single", "asynchronous", "process")}
 given = pickle.dumps({"completions": ["a", "bc"]})
-call = Call(spec="plain.py:f", name="f", arguments={}, timeout=None, labels=["0#0", "0#1"], given=given, **called)
+call = RewardCall(spec="plain.py:f", name="f", arguments={}, timeout=None, labels=["0#0", "0#1"], given=given, **called)
 (answered,) = answer("call", call)
 print(answered["values"], [module for module in ("numpy", "asyncio") if module in sys.modules])
 """

@@ -8,12 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from groupwise.data.encoding import Kind, TooLong, encode
+from groupwise.data.encoding import RecordKind, TooLong, encode
 from groupwise.data.messages import Content, before_the_answer, checked, joined, openings
 from groupwise.data.report import Report
 from groupwise.data.sources import BadRow, Row, SourceRows, first_of, missing_column
 from groupwise.data.templates import Template
-from groupwise.data.wording import Example, Wording
+from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import DataError
 
 ANSWERED_IN = ("completion", "messages", "output")
@@ -65,7 +65,7 @@ def checked_turns(value: object, column: str, where: str) -> Content:
     return turns
 
 
-def read_demonstration(row: Row, where: str, *, wording: Wording) -> Example:
+def read_demonstration(row: Row, where: str, *, wording: Wording) -> ReadRow:
     """What a row asks, and the answer to imitate: a string, or a message of the assistant.
 
     The answer stands in `completion`, in `messages` whose last turn is the assistant's, or in Alpaca's `output`.  Turns before the
@@ -78,7 +78,7 @@ def read_demonstration(row: Row, where: str, *, wording: Wording) -> Example:
     answer = checked_turns(row[column], column, where)
     if isinstance(answer, str):
         content = wording.content(row, where)
-        return Example(row, content, (answer,), notes=_untrained(content))
+        return ReadRow(row, content, (answer,), notes=_untrained(content))
     before = before_the_answer(answer, column, where)
     prompt = wording.own_content(row, where)
     if wording.format is not None and len(before) - len(openings(before)) <= (column == "messages"):
@@ -95,7 +95,7 @@ def read_demonstration(row: Row, where: str, *, wording: Wording) -> Example:
         notes = (UNSAID,)
     elif before and column == "completion":
         notes = (EARLIER,)
-    return Example(row, content, (answer[-1:],), notes=notes + _untrained(content))
+    return ReadRow(row, content, (answer[-1:],), notes=notes + _untrained(content))
 
 
 def _untrained(content: Content) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def _untrained(content: Content) -> tuple[str, ...]:
     return (UNTRAINED,) * any(turn.get("weight") == 1 for turn in turns if turn["role"] == "assistant")
 
 
-DEMONSTRATIONS = Kind(
+DEMONSTRATIONS = RecordKind(
     name="demonstration",
     read=lambda rows, wording: rows.mapped(partial(read_demonstration, wording=wording)),
     make=lambda id, _example, _question, prompt, answer: Demonstration(id=id, prompt=prompt, completion=answer.tokens),

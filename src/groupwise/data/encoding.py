@@ -1,7 +1,7 @@
 """From rows that have been read to records with token ids: the one encoder of prompts, demonstrations, pairs and solutions.
 
 It asks what each row asks through the chat template, puts its answers behind it, makes both fit, and counts every row that it
-leaves out.  What a kind of record is made from, and how, a `Kind` says.
+leaves out.  What a kind of record is made from, and how, a `RecordKind` says.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import numpy as np
 from groupwise.data.messages import is_blank, unwritten
 from groupwise.data.rendering import Refusal, unmentioned
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import SourceRows, printable
-from groupwise.data.templates import Completion, Question, Template
-from groupwise.data.wording import Example, Wording
+from groupwise.data.sources import SourceRows
+from groupwise.data.templates import EncodedAnswer, Question, Template
+from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import DataError
+from groupwise.utils.terminal import escaped
 
 Item = TypeVar("Item")
 TooLong = Literal["drop", "truncate_left", "error"]
-Answered = Sequence[Sequence["Completion | Refusal"]]
+Answered = Sequence[Sequence["EncodedAnswer | Refusal"]]
 
 SILENT = "of which the chat template writes nothing"
 UNKNOWN = "with characters unknown to the tokenizer"
@@ -32,7 +33,7 @@ UNREAD_VARIABLES = "with chat_template_kwargs that the chat template does not me
 CONTROL = "with control tokens in their messages"
 
 
-def whole_answers(template: Template, examples: Sequence[tuple[Example, Question]], eos_ids: Sequence[int]) -> Answered:
+def whole_answers(template: Template, examples: Sequence[tuple[ReadRow, Question]], eos_ids: Sequence[int]) -> Answered:
     """The answers of each example behind its question; no answers of a prompt."""
     questions = [question for _, question in examples]
     sides = zip(*(example.answers for example, _ in examples), strict=True)
@@ -41,23 +42,23 @@ def whole_answers(template: Template, examples: Sequence[tuple[Example, Question
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind(Generic[Item]):
+class RecordKind(Generic[Item]):
     """A kind of record that rows become."""
 
     name: str
     """What one is called: `pair`."""
-    read: Callable[[SourceRows, Wording], SourceRows[Example]]
+    read: Callable[[SourceRows, Wording], SourceRows[ReadRow]]
     """Rows, read; those that are not of this kind are left out."""
     make: Callable[..., Item]
     """(id, example, question, ids of the prompt, *completions) -> the record."""
-    answers: Callable[[Template, Sequence[tuple[Example, Question]], Sequence[int]], Answered] = whole_answers
+    answers: Callable[[Template, Sequence[tuple[ReadRow, Question]], Sequence[int]], Answered] = whole_answers
     """(template, examples with their questions, EOS ids) -> the completions of each."""
 
 
 def encode(
-    rows: SourceRows[Example],
+    rows: SourceRows[ReadRow],
     template: Template,
-    kind: Kind[Item],
+    kind: RecordKind[Item],
     *,
     limit: int,
     eos_ids: Sequence[int] = (),
@@ -76,7 +77,7 @@ def encode(
     answered = kind.answers(template, [(rows[i], question) for i, question in places], eos_ids)
     items, lengths = [], []
     for (i, question), answers in zip(places, answered, strict=True):
-        example: Example = rows[i]
+        example: ReadRow = rows[i]
         completions = [one for one in answers if not isinstance(one, Refusal)]
         reason, first = _wrong(answers, completions) if answers else ("", None)
         if reason:
@@ -100,7 +101,7 @@ def encode(
     return items, report
 
 
-def _wrong(answers: Sequence[Completion | Refusal], completions: Sequence[Completion]) -> tuple[str, str | None]:
+def _wrong(answers: Sequence[EncodedAnswer | Refusal], completions: Sequence[EncodedAnswer]) -> tuple[str, str | None]:
     """Why a row with these completions is left out, and what is wrong with it; no reason if it stays."""
     refusal = next((one for one in answers if isinstance(one, Refusal)), None)
     if refusal is not None:
@@ -110,7 +111,7 @@ def _wrong(answers: Sequence[Completion | Refusal], completions: Sequence[Comple
     return UNKNOWN if any(one.unknown for one in completions) else "", None
 
 
-def ask(rows: SourceRows[Example], template: Template, tally: Tally) -> list[tuple[int, Question]]:
+def ask(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> list[tuple[int, Question]]:
     """(place, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`."""
     places = []
     for i, example in enumerate(rows):
@@ -139,7 +140,7 @@ def ask(rows: SourceRows[Example], template: Template, tally: Tally) -> list[tup
     lost = [one for one in questions if not isinstance(one.content, str) and unwritten(one.content, one.text)]
     messages = [message for question in lost[:1] for message in question.content if isinstance(message, dict)]
     roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
-    what = f"the chat template does not write what one of its messages says (roles: {printable(roles)})"
+    what = f"the chat template does not write what one of its messages says (roles: {escaped(roles)})"
     remedy = "set model.chat_template, or change the messages"
     _tell(lost, UNWRITTEN, f"{what}, and the policy does not see it; {remedy}", tally)
     remedy = "give a list of JSON schemas, each with a name, or its JSON text; or rename the column"
@@ -149,7 +150,7 @@ def ask(rows: SourceRows[Example], template: Template, tally: Tally) -> list[tup
     idle = set(unmentioned(sorted(names), template.tokenizer))
     ignored = [question for question in questions if idle & question.variables.keys() and not question.plain]
     what = f"the chat template does not mention {', '.join(map(repr, sorted(idle)))}, which chat_template_kwargs sets"
-    _tell(ignored, UNREAD_VARIABLES, f"{printable(what)}: it changes nothing; correct its name, or leave it out", tally)
+    _tell(ignored, UNREAD_VARIABLES, f"{escaped(what)}: it changes nothing; correct its name, or leave it out", tally)
     unshown = template.unshown(questions)
     for what in ("tool", "call"):
         without = [question for question, lacks in zip(questions, unshown, strict=True) if what in lacks]
@@ -173,7 +174,7 @@ def _tell_control(questions: Sequence[Question], template: Template, tally: Tall
         return
     first = questions[0]
     kind = "which is a control token" if len(first.control) == 1 else "which are control tokens"
-    what = printable(f"its messages hold {', '.join(map(repr, first.control))}, {kind} of the tokenizer")
+    what = escaped(f"its messages hold {', '.join(map(repr, first.control))}, {kind} of the tokenizer")
     remedy = "data.control_tokens: plain encodes them as text, drop leaves such rows out"
     if template.control_tokens == "error":
         raise DataError(f"{first.where}: {what}; {remedy}")
@@ -192,7 +193,7 @@ def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:
 
 
 def _fitted(
-    question: Question, completions: Sequence[Completion], limit: int, too_long: TooLong, tally: Tally, bos_id: int | None
+    question: Question, completions: Sequence[EncodedAnswer], limit: int, too_long: TooLong, tally: Tally, bos_id: int | None
 ) -> np.ndarray | None:
     """The prompt's ids if they fit beside the longest of its completions, cut where the recipe says so; None: it is dropped.
 

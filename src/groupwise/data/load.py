@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.demonstrations import ANSWERED_IN, DEMONSTRATIONS, Demonstration, read_demonstration
-from groupwise.data.encoding import Item, Kind, encode
+from groupwise.data.encoding import Item, RecordKind, encode
 from groupwise.data.pairs import PAIRS, Pair, read_pairs
 from groupwise.data.prompts import prompt_kind, prompt_limit, visit
 from groupwise.data.report import Report
@@ -21,7 +21,7 @@ from groupwise.data.step_labels import SOLUTIONS, Solution
 from groupwise.data.tasks import make_task
 from groupwise.data.tasks.base import Paired
 from groupwise.data.templates import Template, Tools
-from groupwise.data.wording import Example, Wording
+from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
 from groupwise.utils.imports import demand_attributes, own_code
@@ -140,7 +140,7 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
 def _load(
     settings: DataSettings,
     template: Template,
-    kind: Kind[Item],
+    kind: RecordKind[Item],
     seed: int,
     *,
     limit: int,
@@ -167,7 +167,7 @@ def _collector_at_rest() -> Iterator[None]:
 def _loaded(
     settings: DataSettings,
     template: Template,
-    kind: Kind[Item],
+    kind: RecordKind[Item],
     seed: int,
     *,
     limit: int,
@@ -199,7 +199,7 @@ def _loaded(
             )
     nothing = Report(source=rows.name, rows=0, kept=0)
 
-    def encoded(part: SourceRows[Example] | None) -> tuple[list[Item], Report]:
+    def encoded(part: SourceRows[ReadRow] | None) -> tuple[list[Item], Report]:
         if part is None:
             return [], nothing
         return encode(part, template, kind, limit=limit, eos_ids=eos_ids, too_long=settings.too_long)
@@ -258,7 +258,7 @@ def _drawn(settings: DataSettings, task: object, method: str, *arguments: int) -
     return SourceRows(f"task {settings.task}" + ", held out" * method.startswith("held_out"), rows)
 
 
-def _split(rows: SourceRows[Example], wording: Wording, fractions: Mapping[str, float]) -> dict[str, SourceRows[Example]]:
+def _split(rows: SourceRows[ReadRow], wording: Wording, fractions: Mapping[str, float]) -> dict[str, SourceRows[ReadRow]]:
     """Rows by part, `train` among them, by a hash of each row's prompt."""
     places: dict[str, list[int]] = {name: [] for name in ("train", *fractions)}
     for i, example in enumerate(rows):
@@ -269,14 +269,14 @@ def _split(rows: SourceRows[Example], wording: Wording, fractions: Mapping[str, 
     return parts | named | {"train": replace(parts["train"], left_out=rows.left_out)}
 
 
-def _without(rows: SourceRows[Example], held_out: SourceRows[Example], wording: Wording) -> tuple[SourceRows[Example], int]:
+def _without(rows: SourceRows[ReadRow], held_out: SourceRows[ReadRow], wording: Wording) -> tuple[SourceRows[ReadRow], int]:
     """Rows whose prompts are not held out, and how many others there were."""
     hidden = {wording.key(example.content) for example in held_out}
     left = rows.subset([i for i, example in enumerate(rows) if wording.key(example.content) not in hidden])
     return replace(left, left_out=rows.left_out), len(rows) - len(left)
 
 
-def _read_any(row: Row, where: str, *, wording: Wording) -> Example:
+def _read_any(row: Row, where: str, *, wording: Wording) -> ReadRow:
     """A row as a demonstration; one without an answer as a prompt."""
     return wording.read(row, where) if first_of(row, ANSWERED_IN) is None else read_demonstration(row, where, wording=wording)
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from groupwise.data.sources import BadRow, printable, too_deep
+from groupwise.data.sources import BadRow, too_deep
 from groupwise.errors import DataError
+from groupwise.utils.terminal import escaped
 
 Messages = list[dict[str, Any]]
 Content = str | Messages
@@ -71,7 +72,7 @@ def _part(part: object, column: str, where: str) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-    kind = f"of type {printable(part['type'])!r:.40}" if isinstance(part, Mapping) and "type" in part else f"{part!r:.40}"
+    kind = f"of type {escaped(part['type'])!r:.40}" if isinstance(part, Mapping) and "type" in part else f"{part!r:.40}"
     raise BadRow(NO_TEXT, f"{where}: {column} holds a part of content {kind}: only text can be read")
 
 

@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 
 from groupwise.data.demonstrations import UNSAID, checked_turns
-from groupwise.data.encoding import Kind, TooLong, encode
+from groupwise.data.encoding import RecordKind, TooLong, encode
 from groupwise.data.messages import openings
 from groupwise.data.preference_formats import as_pairs
 from groupwise.data.report import Report
 from groupwise.data.sources import Row, SourceRows
 from groupwise.data.templates import Template
-from groupwise.data.wording import Example, Wording
+from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import DataError
 
 
@@ -42,12 +42,12 @@ class Pair:
         return self.prompt.size + self.chosen.size + self.rejected.size
 
 
-def read_pairs(rows: SourceRows, wording: Wording) -> SourceRows[Example]:
+def read_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
     """The pairs of a source in any published form (`preference_formats`): each with its chosen and its rejected answer."""
     return as_pairs(rows, wording).mapped(partial(_read_pair, wording=wording))
 
 
-def _read_pair(row: Row, where: str, *, wording: Wording) -> Example:
+def _read_pair(row: Row, where: str, *, wording: Wording) -> ReadRow:
     """A pair with a prompt, `chosen` and `rejected`.
 
     Where `wording.format` writes the prompt as messages, those of the system stand before it.
@@ -58,10 +58,10 @@ def _read_pair(row: Row, where: str, *, wording: Wording) -> Example:
     sides = [checked_turns(row[side], side, where) for side in ("chosen", "rejected")]
     answers = tuple(side if isinstance(side, str) else side[-1:] for side in sides)
     notes = (UNSAID,) if system and isinstance(content, str) else ()
-    return Example(row, content, answers, notes=notes, extra=_margin(row, where))
+    return ReadRow(row, content, answers, notes=notes, extra=_margin(row, where))
 
 
-PAIRS = Kind(
+PAIRS = RecordKind(
     name="pair",
     read=read_pairs,
     make=lambda id, example, _question, prompt, chosen, rejected: Pair(

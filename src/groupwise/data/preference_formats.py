@@ -41,7 +41,7 @@ SCORES = ("fine-grained_score", "overall_score", "score")
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class PairForm:
     """One way in which preferences are written."""
 
     columns: tuple[str, ...]
@@ -77,7 +77,7 @@ def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
     return replace(rows.subset(places), rows=pairs, left_out=tuple(left_out))
 
 
-def _form_of(rows: SourceRows, columns: set[str]) -> Form:
+def _form_of(rows: SourceRows, columns: set[str]) -> PairForm:
     """The form whose columns are all there, else the error of the one that comes closest."""
     for form in FORMS:
         if columns.issuperset(form.columns):
@@ -292,11 +292,11 @@ def _asked_in(row: Row, wording: Wording) -> Row:
 _HELPSTEER2 = ("response_1", "response_2", "preference_strength")
 _HELPSTEER3 = ("context", "response1", "response2", "overall_preference")
 FORMS = (
-    Form(("chosen", "rejected"), _each(_chosen_and_rejected, ("chosen", "rejected"))),
-    Form(("completions",), _each(_ultrafeedback, ("completions",))),
-    Form(_HELPSTEER3, _each(_by_sign("response1", "response2", "overall_preference", "context"), _HELPSTEER3)),
-    Form(_HELPSTEER2, _each(_by_sign(*_HELPSTEER2, "prompt"), ("prompt", *_HELPSTEER2))),
-    Form(("response", "helpfulness"), _rated),
-    Form(("completion", "label"), _labelled),
+    PairForm(("chosen", "rejected"), _each(_chosen_and_rejected, ("chosen", "rejected"))),
+    PairForm(("completions",), _each(_ultrafeedback, ("completions",))),
+    PairForm(_HELPSTEER3, _each(_by_sign("response1", "response2", "overall_preference", "context"), _HELPSTEER3)),
+    PairForm(_HELPSTEER2, _each(_by_sign(*_HELPSTEER2, "prompt"), ("prompt", *_HELPSTEER2))),
+    PairForm(("response", "helpfulness"), _rated),
+    PairForm(("completion", "label"), _labelled),
 )
 """In the order in which they are looked for."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from groupwise.data.encoding import Kind, TooLong, encode
+from groupwise.data.encoding import RecordKind, TooLong, encode
 from groupwise.data.report import Report
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Question, Template
-from groupwise.data.wording import Example
+from groupwise.data.wording import ReadRow
 from groupwise.errors import DataError
 from groupwise.records import Prompt
 
@@ -35,10 +35,10 @@ def prompt_limit(context: int, max_new_tokens: int, max_prompt_tokens: int | Non
     return room if max_prompt_tokens is None else max_prompt_tokens
 
 
-def prompt_kind(template: Template) -> Kind[Prompt]:
+def prompt_kind(template: Template) -> RecordKind[Prompt]:
     """The kind of record that a policy is asked.   template: writes the text of a prompt that was cut."""
 
-    def make(id: str, example: Example, question: Question, tokens: np.ndarray) -> Prompt:
+    def make(id: str, example: ReadRow, question: Question, tokens: np.ndarray) -> Prompt:
         cut = question.tokens.size - tokens.size
         return Prompt(
             id=id,
@@ -50,7 +50,7 @@ def prompt_kind(template: Template) -> Kind[Prompt]:
             cut=cut,
         )
 
-    return Kind(name="prompt", read=lambda rows, wording: rows.mapped(wording.read), make=make)
+    return RecordKind(name="prompt", read=lambda rows, wording: rows.mapped(wording.read), make=make)
 
 
 def encode_prompts(

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from groupwise.data.sources import printable
 from groupwise.data.tokenizers import CHAT_TEMPLATE
 from groupwise.errors import DataError
 from groupwise.utils.processes import Died, NotStarted, Process
+from groupwise.utils.terminal import escaped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,7 +134,7 @@ def _at_home(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
         messages = [dict(message) for message in chat.messages]
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **chat.options))  # type: ignore[arg-type]
     except (jinja2.TemplateError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-        return Refusal(chat.where, printable(error))
+        return Refusal(chat.where, escaped(str(error)))
 
 
 def _all_at_home(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> Iterator[str | Refusal]:
@@ -166,8 +166,8 @@ class _Renderer:
                     for kind, text in self._answers(tokenizer, chats[place:]):
                         chat = chats[len(texts)]
                         if kind == "unusable":
-                            raise _unusable(chat, printable(text))
-                        texts.append(text if kind == "text" else Refusal(chat.where, printable(text)))
+                            raise _unusable(chat, escaped(text))
+                        texts.append(text if kind == "text" else Refusal(chat.where, escaped(text)))
                 except NotStarted as error:
                     raise DataError(f"the process in which chat templates run could not start: {error}") from error.__cause__
                 except (Died, TimeoutError) as error:

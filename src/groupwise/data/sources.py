@@ -20,6 +20,7 @@ from groupwise.config.settings import DATA_SUFFIXES
 from groupwise.config.validation import ROW
 from groupwise.errors import DataError
 from groupwise.utils.files import digest, expanded
+from groupwise.utils.terminal import escaped
 
 Row = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -117,7 +118,7 @@ class SourceRows(Sequence[Item], Generic[Item]):
         def named(row: Row, where: str) -> Row:
             for theirs in sorted(taken.keys() - row.keys()):
                 if taken[theirs] in ROW:
-                    raise BadRow(f"without {printable(theirs)}", missing_column(theirs, row, where, taken[theirs]))
+                    raise BadRow(f"without {escaped(theirs)}", missing_column(theirs, row, where, taken[theirs]))
             kept = {name: value for name, value in row.items() if name not in taken}
             return in_our_form(kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}, where)
 
@@ -226,7 +227,7 @@ def first_of(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
 def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | None = None) -> str:
     """The message for a column that is not there: it lists those that are.  ours: what `data.columns` calls it, where it does."""
     names = sorted(map(str, row))
-    there = " ".join(printable(", ".join(names[:20])).split("\n"))[:400] or "none"
+    there = " ".join(escaped(", ".join(names[:20])).split("\n"))[:400] or "none"
     there += f" ... ({len(names)} columns)" if len(names) > 20 else ""
     return f"{where}: no column {name!r}; there are: {there} (data.columns renames: {{{ours or name}: YOURS}})"
 
@@ -339,7 +340,7 @@ def kind_of(value: object) -> str:
     named = f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
     if not isinstance(value, str | int | float | list | tuple | dict | set | FunctionType):
         return named
-    shown = printable(repr(value))
+    shown = escaped(repr(value))
     return f"{named}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
@@ -537,15 +538,6 @@ def bare_calls(value: Any, *, inside: bool = False) -> Any:
         kept = {key: bare_calls(one, inside=inside or key in FUNCTIONS) for key, one in value.items()}
         return {key: one for key, one in kept.items() if one is not None} if inside else kept
     return [bare_calls(one, inside=inside) for one in value] if isinstance(value, list) else value
-
-
-def printable(text: object) -> str:
-    r"""Foreign text for a message: characters that could steer a terminal stand there as escapes.
-
-    >>> printable("a\x1b[2Jb")
-    'a\\x1b[2Jb'
-    """
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(text))
 
 
 def _kind(value: object) -> str:

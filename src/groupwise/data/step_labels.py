@@ -8,11 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from groupwise.data.encoding import Kind, TooLong, encode
+from groupwise.data.encoding import RecordKind, TooLong, encode
 from groupwise.data.report import Report
 from groupwise.data.sources import BadRow, Row, SourceRows, missing_column
-from groupwise.data.templates import Completion, Question, Template
-from groupwise.data.wording import Example, Wording
+from groupwise.data.templates import EncodedAnswer, Question, Template
+from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import DataError
 
 SEPARATOR = "\n"
@@ -41,7 +41,7 @@ class Solution:
         return self.prompt.size + self.completion.size
 
 
-def read_solution(row: Row, where: str, *, wording: Wording) -> Example:
+def read_solution(row: Row, where: str, *, wording: Wording) -> ReadRow:
     """A prompt with `completions` (the steps, strings) and `labels` (true or false, or a probability, for each).
 
     Raises DataError, also for a row without steps or with an empty one.
@@ -60,14 +60,16 @@ def read_solution(row: Row, where: str, *, wording: Wording) -> Example:
         raise DataError(f"{where}: labels are true or false, or probabilities, got {labels!r:.80}")
     if not steps or not all(step.strip() for step in steps):
         raise BadRow("with no step or an empty one", f"{where}: completions holds no step, or an empty one")
-    return Example(row, content, extra=(steps, np.array(labels, dtype=np.float64)))
+    return ReadRow(row, content, extra=(steps, np.array(labels, dtype=np.float64)))
 
 
-def _in_steps(template: Template, examples: Sequence[tuple[Example, Question]], eos_ids: Sequence[int]) -> list[tuple[Completion]]:
+def _in_steps(
+    template: Template, examples: Sequence[tuple[ReadRow, Question]], eos_ids: Sequence[int]
+) -> list[tuple[EncodedAnswer]]:
     return [(template.in_steps(question, example.extra[0], SEPARATOR, eos_ids),) for example, question in examples]
 
 
-SOLUTIONS = Kind(
+SOLUTIONS = RecordKind(
     name="solution",
     read=lambda rows, wording: rows.mapped(partial(read_solution, wording=wording)),
     make=lambda id, example, _question, prompt, solved: Solution(

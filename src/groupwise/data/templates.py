@@ -161,7 +161,7 @@ class Template(Wording):
             return None
         return self.tokenizer.backend_tokenizer if kind._encode_plus is PreTrainedTokenizerFast._encode_plus else None
 
-    def complete(self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]) -> list[Completion]:
+    def complete(self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]) -> list[EncodedAnswer]:
         """Each answer behind its question, as the policy would have sampled it: the last id is an EOS id.
 
         A question's ids are kept as they are in generation.  Where the tokenizer would merge across the border, or the chat
@@ -175,14 +175,14 @@ class Template(Wording):
 
     def try_complete(
         self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
-    ) -> list[Completion | Refusal]:
+    ) -> list[EncodedAnswer | Refusal]:
         """`complete`, but conversations that the chat template refuses give a `Refusal` instead of an error."""
         marks = self.end_marks(eos_ids)
         turns = [_between_marks(*one, marks) for one in zip(questions, map(_turns, answers), strict=True)]
         whole = self._rendered([self._answered(question, spoken) for question, spoken in zip(questions, turns, strict=True)])
         whole = self._complete_ones(questions, turns, whole)
         joint = self._ids(whole, [question.plain for question in questions])
-        completions: list[Completion | Refusal] = []
+        completions: list[EncodedAnswer | Refusal] = []
         for question, spoken, rendered, ids in zip(questions, turns, whole, joint, strict=True):
             if isinstance(rendered, Refusal):
                 completions.append(rendered)
@@ -194,10 +194,10 @@ class Template(Wording):
             stable = ids[:m] == question.tokens.tolist() and (text in behind or _squeezed(text) in _squeezed(behind))
             answer = ids[m:] if stable else self._ids([text], [False])[0]
             unknown = self._unknown_in(text, answer)
-            completions.append(Completion(_ended(answer, eos_ids, self.tokenizer), text, stable, unknown=unknown))
+            completions.append(EncodedAnswer(_ended(answer, eos_ids, self.tokenizer), text, stable, unknown=unknown))
         return completions
 
-    def in_steps(self, question: Question, steps: Sequence[str], separator: str, eos_ids: Sequence[int]) -> Completion:
+    def in_steps(self, question: Question, steps: Sequence[str], separator: str, eos_ids: Sequence[int]) -> EncodedAnswer:
         """An answer whose steps are encoded one by one, so that tokens end with them.   separator: behind all but the last."""
         steps = [behind_opening(question.text, steps[0]), *steps[1:]]
         texts = [step + separator for step in steps[:-1]] + [before_end(steps[-1], self.end_marks(eos_ids))]
@@ -206,7 +206,7 @@ class Template(Wording):
         ends[-1] += 1  # EOS
         ids = np.asarray([*(token for part in parts for token in part), eos_ids[0]], dtype=np.int64)
         unknown = any(map(self._unknown_in, texts, parts))
-        return Completion(ids, "".join(texts), stable=True, unknown=unknown, ends=ends)
+        return EncodedAnswer(ids, "".join(texts), stable=True, unknown=unknown, ends=ends)
 
     def end_marks(self, eos_ids: Sequence[int]) -> tuple[str, ...]:
         """The marks that end a turn or a completion."""
@@ -489,7 +489,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Completion:
+class EncodedAnswer:
     """An answer as the policy would have sampled it."""
 
     tokens: np.ndarray
@@ -503,7 +503,7 @@ class Completion:
     """Of an answer in steps the place of each step's last token."""
 
 
-Found = TypeVar("Found", str, Question, Completion)
+Found = TypeVar("Found", str, Question, EncodedAnswer)
 Value = TypeVar("Value")
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from groupwise.data.rendering import Chat, Refusal, render_chats
-from groupwise.data.sources import printable
 from groupwise.data.templates import MARK, OPEN, Template, unmarked
 from groupwise.errors import DataError
+from groupwise.utils.terminal import escaped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -249,5 +249,5 @@ def _difference(stream: str, whole: str) -> str:
     """Where two texts part, for a reader."""
     place = next((i for i, (a, b) in enumerate(zip(stream, whole, strict=False)) if a != b), min(len(stream), len(whole)))
     start = max(0, place - 16)
-    excerpts = (printable(repr(text[start : place + 24])) for text in (stream, whole))
+    excerpts = (escaped(repr(text[start : place + 24])) for text in (stream, whole))
     return "{} becomes {}".format(*excerpts)

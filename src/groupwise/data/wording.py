@@ -26,7 +26,7 @@ ALPACA = """Below is an instruction that describes a task{with_input}. Write a r
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Example:
+class ReadRow:
     """A row that has been read: what it asks and what it answers.  Nothing looks into its columns for these again."""
 
     row: Row
@@ -68,11 +68,11 @@ class Wording:
         """
         return self.read(row, where).content
 
-    def read(self, row: Row, where: str = "row") -> Example:
+    def read(self, row: Row, where: str = "row") -> ReadRow:
         """`row` as a prompt.  Raises DataError as `content`."""
         bare = self._asked(row, where)
         content = self.opened(self._in_chat(bare))
-        return Example(row, content, wrapped=isinstance(bare, str) and not isinstance(content, str))
+        return ReadRow(row, content, wrapped=isinstance(bare, str) and not isinstance(content, str))
 
     def own_content(self, row: Row, where: str = "row") -> Content:
         """`content` without the system message of the settings."""

@@ -311,7 +311,7 @@ def tidy(text: str) -> str:
     return text.strip()
 
 
-class Value(NamedTuple):
+class WrittenNumber(NamedTuple):
     """An exact number as it was written."""
 
     exact: Fraction
@@ -319,11 +319,11 @@ class Value(NamedTuple):
     """Digits behind the point, trailing zeros aside; -1 for a fraction or a whole number."""
 
 
-def read_number(text: str) -> Value | None:
+def read_number(text: str) -> WrittenNumber | None:
     r"""A whole number, decimal or simple fraction, with thousands commas, a sign and a dollar sign; None for all else.
 
     >>> read_number("$1,234.50"), read_number(r"-\frac{6}{4}"), read_number("12,34"), read_number("2^3")
-    (Value(exact=Fraction(2469, 2), decimals=1), Value(exact=Fraction(-3, 2), decimals=-1), None, None)
+    (WrittenNumber(exact=Fraction(2469, 2), decimals=1), WrittenNumber(exact=Fraction(-3, 2), decimals=-1), None, None)
     """
     if len(text) > 60:
         return None
@@ -341,16 +341,16 @@ def read_number(text: str) -> Value | None:
         behind = digits.partition(".")[2].rstrip("0")
         if len(digits) > 30 or (behind and len(digits) > 15):
             return None
-        return Value(Fraction(Decimal(whole.group(1) + digits)), len(behind) if "." in digits else -1)
+        return WrittenNumber(Fraction(Decimal(whole.group(1) + digits)), len(behind) if "." in digits else -1)
     parts = _FRACTION.fullmatch(text)
     if parts:
         above, below = int(parts.group(2) or parts.group(4)), int(parts.group(3) or parts.group(5))
         sign = -1 if parts.group(1) == "-" else 1
-        return Value(Fraction(sign * above, below), -1) if below else None
+        return WrittenNumber(Fraction(sign * above, below), -1) if below else None
     return None
 
 
-def numbers_equal(gold: Value, answer: Value) -> bool:
+def numbers_equal(gold: WrittenNumber, answer: WrittenNumber) -> bool:
     """Whether two numbers are equal: exactly, or the one with fewer decimals is the other one rounded.
 
     A rounded number has six decimals at least, and four correct digits beside a fraction, root or the like, six beside a decimal.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.utils.process_main import told
 
 if TYPE_CHECKING:
-    from groupwise.rewards.functions import Call
+    from groupwise.rewards.functions import RewardCall
 
 CLEANED_UP = 1.0
 """Seconds that a call which is cancelled has to clean up."""
@@ -22,16 +22,16 @@ CLEANED_UP = 1.0
 class SideBySide:
     """Calls asynchronous functions; answers as `functions.Functions` has them."""
 
-    def __init__(self, find: Callable[[Call], Callable[..., Any]]) -> None:
+    def __init__(self, find: Callable[[RewardCall], Callable[..., Any]]) -> None:
         """find: gives the function that is called."""
         self._find = find
         self._loop = asyncio.new_event_loop()  # kept, so that sessions, locks and semaphores stay valid
 
-    def run(self, calls: Sequence[Call]) -> list[dict[str, Any] | None]:
+    def run(self, calls: Sequence[RewardCall]) -> list[dict[str, Any] | None]:
         """The answers to all calls.  After a failure the others are cancelled: they are not left to run into the next request."""
         return self._loop.run_until_complete(self._together(calls))
 
-    async def _together(self, calls: Sequence[Call]) -> list[dict[str, Any] | None]:
+    async def _together(self, calls: Sequence[RewardCall]) -> list[dict[str, Any] | None]:
         tasks = [asyncio.ensure_future(self._answer(call)) for call in calls]
         running = set(tasks)
         while running:
@@ -43,7 +43,7 @@ class SideBySide:
         await asyncio.gather(*running, return_exceptions=True)
         return [None if task in running else task.result() for task in tasks]
 
-    async def _answer(self, call: Call) -> dict[str, Any]:
+    async def _answer(self, call: RewardCall) -> dict[str, Any]:
         began, notes = time.monotonic(), call.notes()
         try:
             task = asyncio.ensure_future(_contained(self._find(call), call.keywords(notes)))

@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.functions import Call
+from groupwise.rewards.functions import RewardCall
 from groupwise.rewards.trainer_state import joined
 from groupwise.utils import threads
 from groupwise.utils.process_main import Function, message_of, raised_at
@@ -66,7 +66,7 @@ def failed(error: BaseException, start: float) -> Outcome:
     return Outcome(failure="error", message=message_of(error), kind=kind, where=raised_at(error), cause=error, seconds=seconds)
 
 
-def outcome_of(call: Call, answer: Mapping[str, Any] | None) -> Outcome | None:
+def outcome_of(call: RewardCall, answer: Mapping[str, Any] | None) -> Outcome | None:
     """What an answer of `functions.Functions` says; None where there is none, because another call had failed."""
     if answer is None:
         return None
@@ -80,7 +80,7 @@ def outcome_of(call: Call, answer: Mapping[str, Any] | None) -> Outcome | None:
     return Outcome(value=answer["values"], notes=answer["notes"], seconds=answer["seconds"])
 
 
-def _late(call: Call, seconds: float) -> Outcome:
+def _late(call: RewardCall, seconds: float) -> Outcome:
     """The outcome of a call without a result in time: with the function's own timeout its completions have no value."""
     if call.timeout is None:
         label = call.labels[0] if call.single and not call.asynchronous else ""
@@ -88,7 +88,7 @@ def _late(call: Call, seconds: float) -> Outcome:
     return Outcome(value=[[] if call.process else None for _ in call.labels], late=tuple(range(len(call.labels))), seconds=seconds)
 
 
-def all_together(calls: Sequence[Call], outcomes: Sequence[Outcome | None]) -> Outcome | None:
+def all_together(calls: Sequence[RewardCall], outcomes: Sequence[Outcome | None]) -> Outcome | None:
     """The outcome of all calls of one function: the first failure, else the values of all; None if it was stopped."""
     failure = next((one for one in outcomes if one is not None and one.failure is not None), None)
     ended = [one for one in outcomes if one is not None]
@@ -104,7 +104,7 @@ def all_together(calls: Sequence[Call], outcomes: Sequence[Outcome | None]) -> O
     )
 
 
-def time_limit(call: Call) -> float:
+def time_limit(call: RewardCall) -> float:
     """Seconds that a call may take."""
     if call.timeout is not None:
         return call.timeout
@@ -161,7 +161,7 @@ class Host:
             why, cause = f"{error.kind}: {error.message}", error.__cause__
         raise ConfigError(f"reward function {spec!r}: cannot be imported: {why}") from cause
 
-    def run(self, calls: Sequence[Call], stop: threading.Event) -> list[Outcome | None]:
+    def run(self, calls: Sequence[RewardCall], stop: threading.Event) -> list[Outcome | None]:
         """Make calls, asynchronous ones side by side, others in order, until one fails or `stop` is set.  Raises RewardError."""
         outcomes: list[Outcome | None] = []
         together = calls[0].asynchronous
@@ -202,7 +202,7 @@ class Host:
 class Running:
     """Calls that are being made in hosts, which work side by side."""
 
-    def __init__(self, calls: Mapping[Host, Sequence[Call]]) -> None:
+    def __init__(self, calls: Mapping[Host, Sequence[RewardCall]]) -> None:
         self._stop = threading.Event()
         self._hosts: dict[Future[list[Outcome | None]], Host] = {}
         for host, some in calls.items():

@@ -23,7 +23,7 @@ from groupwise.records import Episode, Prompt, Rollout, Scored, Step
 from groupwise.rewards.calls import DEFAULT_SECONDS, SECONDS_EACH, Host, Outcome, Running, all_together, failed, outcome_of
 from groupwise.rewards.environment_states import EnvironmentState
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
-from groupwise.rewards.functions import Call, Functions
+from groupwise.rewards.functions import Functions, RewardCall
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rewards.returned import describe_failure, described, validated
 from groupwise.rewards.step_signals import step_signal
@@ -357,7 +357,7 @@ class Rewards:
             ended[name] = all_together(some, [next(each[self._hosts.get(name)]) for _ in some])
         return [ended[name] for name in self.names]
 
-    def _in_thread(self, calls: Sequence[Call]) -> Future[list[dict[str, Any] | None]]:
+    def _in_thread(self, calls: Sequence[RewardCall]) -> Future[list[dict[str, Any] | None]]:
         """Call functions of the program in its thread; their answers."""
         if self._thread is None:
             self._thread = Thread("groupwise-rewards")
@@ -513,7 +513,7 @@ def _refuse(reward: Reward, outcome: Outcome, batch: Completions) -> NoReturn:
     raise error from outcome.cause
 
 
-def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Call]:
+def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[RewardCall]:
     """A call for each completion, or one for all.  Raises RewardError for arguments that cannot be copied."""
     keywords, signature = reward.keywords(batch), reward.signature
     if signature.single:
@@ -527,7 +527,7 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Call
         except Exception as error:  # whatever an object of a data row raises
             names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
             raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
-        call = Call(
+        call = RewardCall(
             spec=reward.spec,
             name=reward.name,
             arguments=reward.arguments,

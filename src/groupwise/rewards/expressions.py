@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any
 
-from groupwise.rewards.answers import MINUS, Value
+from groupwise.rewards.answers import MINUS, WrittenNumber
 
 DEEPEST = 60
 """Brackets within brackets, exponents on exponents, fractions of fractions."""
@@ -129,7 +129,7 @@ class Node:
     value: Fraction | None = None
     """Exact, where it is rational and cheap to work out."""
     decimals: int = -1
-    """Of a number that is written as a decimal: as in `Value`."""
+    """Of a number that is written as a decimal: as in `WrittenNumber`."""
     literal: bool = False
     """A number as it is written down: 12, 1.5, -3/4, 1 1/2, 2 x 10^5."""
     undone: bool = False
@@ -157,9 +157,9 @@ class Node:
         return near or any(part.tiny for part in self.args if isinstance(part, Node))
 
     @property
-    def number(self) -> Value | None:
+    def number(self) -> WrittenNumber | None:
         """Its value as it is written."""
-        return None if self.value is None else Value(self.value, self.decimals)
+        return None if self.value is None else WrittenNumber(self.value, self.decimals)
 
 
 class _Unreadable(Exception):

@@ -30,7 +30,7 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class RewardCall:
     """One call of a reward function: on one completion, or on all of them."""
 
     spec: str
@@ -117,7 +117,7 @@ class Functions:
         except ConfigError as error:
             return {"wrong": str(error)}
 
-    def run(self, calls: Sequence[Call]) -> Iterator[dict[str, Any] | None]:
+    def run(self, calls: Sequence[RewardCall]) -> Iterator[dict[str, Any] | None]:
         """The answers to calls: the asynchronous ones are made side by side, then the others in order."""
         waiting = [call for call in calls if call.asynchronous]
         if waiting and self._side_by_side is None:
@@ -131,11 +131,11 @@ class Functions:
             failed = failed or (answer is not None and "error" in answer)
             yield answer
 
-    def _inner(self, call: Call) -> Callable[..., Any]:
+    def _inner(self, call: RewardCall) -> Callable[..., Any]:
         function = self.find(call.spec)
         return function.function if isinstance(function, ProcessReward) else function
 
-    def _plain(self, call: Call) -> dict[str, Any]:
+    def _plain(self, call: RewardCall) -> dict[str, Any]:
         began, notes = time.monotonic(), call.notes()
         try:
             return call.ended(self._inner(call)(**call.keywords(notes)), notes, began)

@@ -66,7 +66,7 @@ def is_words(gold: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Form:
+class GoldForm:
     """A gold answer as it is compared."""
 
     kind: str
@@ -108,28 +108,28 @@ def clean(text: str) -> str:
 
 
 @lru_cache(maxsize=8192)
-def form_of(gold: str) -> Form:
+def form_of(gold: str) -> GoldForm:
     """How a gold is compared."""
     text = clean(gold) if len(gold) <= LONGEST_ANSWER else gold.strip()
     if not text:
-        return Form("none")
+        return GoldForm("none")
     if len(text) > LONGEST_ANSWER:
-        return Form("unread", text)
+        return GoldForm("unread", text)
     bare = _without_fonts(text)
     option = _OPTION_GOLD.fullmatch(bare)
     if option:
-        return Form("option", text, (option[1] or option[2],))
+        return GoldForm("option", text, (option[1] or option[2],))
     figures = figures_of(bare)
     if figures is not None:
-        return Form("figures", text, figures)
+        return GoldForm("figures", text, figures)
     if _in_words(text):
         return _within_words(gold, text)
     if _latex_words(text):
-        return Form("words", text)
-    return Form("math" if _readable(text) else "unread", text)
+        return GoldForm("words", text)
+    return GoldForm("math" if _readable(text) else "unread", text)
 
 
-def _within_words(gold: str, text: str) -> Form:
+def _within_words(gold: str, text: str) -> GoldForm:
     """Of a gold that is a sentence: the formula in it, or what it says the answer is."""
     answer = statement(gold)
     inner = clause(gold.rsplit("\n", 1)[-1] if answer is None else answer)
@@ -137,7 +137,7 @@ def _within_words(gold: str, text: str) -> Form:
         spans = [match[1] or match[2] for match in _SPAN.finditer(gold)]
         inner = spans[-1] if spans else None
     if inner is None or inner.strip() == gold.strip():
-        return Form("none", text)
+        return GoldForm("none", text)
     return form_of(inner)
 
 
@@ -259,7 +259,7 @@ def _parts(text: str, pattern: re.Pattern[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Shape:
+class AnswerShape:
     """What an answer is made of."""
 
     kind: str
@@ -270,27 +270,27 @@ class Shape:
 
 
 @lru_cache(maxsize=8192)
-def shape_of(text: str) -> Shape:
+def shape_of(text: str) -> AnswerShape:
     """How a text is put together, from the outside."""
     text = _MEMBER.sub("", text.strip())
     matrix = _MATRIX.fullmatch(text)
     if matrix and (matrix[1] or matrix[2] != "array"):
         rows = [[cell.strip() for cell in row.split("&")] for row in matrix[3].split("\\\\") if row.strip()]
-        return Shape("matrix", tuple(cell for row in rows for cell in row), tuple(str(len(row)) for row in rows))
+        return AnswerShape("matrix", tuple(cell for row in rows for cell in row), tuple(str(len(row)) for row in rows))
     for listing in (_SEMICOLON, _LISTING):
         members = _parts(text, listing)
         if len(members) > 1:
-            return Shape("list", tuple(members))
+            return AnswerShape("list", tuple(members))
     sides, signs = _split(text, _RELATION)
     if signs:
-        return Shape("relation", tuple(sides), tuple(_SIGNS.get(sign, sign) for sign in signs))
+        return AnswerShape("relation", tuple(sides), tuple(_SIGNS.get(sign, sign) for sign in signs))
     pieces = _parts(text, _UNION)
     if len(pieces) > 1:
-        return Shape("union", tuple(pieces))
+        return AnswerShape("union", tuple(pieces))
     return _bracketed(text)
 
 
-def _bracketed(text: str) -> Shape:
+def _bracketed(text: str) -> AnswerShape:
     for opening, closings, kind in (
         ("\\{", ("\\}",), "set"), ("\\lbrace", ("\\rbrace",), "set"), ("{", ("}",), "list"), ("\\langle", ("\\rangle",), "tuple"),
         ("(", (")", "]"), "tuple"), ("[", ("]", ")"), "tuple"),
@@ -301,13 +301,13 @@ def _bracketed(text: str) -> Shape:
             members = [part for part in _split(inner, _LISTING)[0] if part]
             if len(members) > 1:
                 marks = ("(", ")") if opening == "\\langle" else (opening, closing)
-                return Shape(kind, tuple(members), marks)
+                return AnswerShape(kind, tuple(members), marks)
             if kind == "set" and members == [inner] and "\\{" not in inner:
                 return shape_of(inner)  # a set of one
     if "\\pm" in text and text.count("\\pm") == 1:
         plus, minus = text.replace("\\pm", "+"), text.replace("\\pm", "-")
-        return Shape("list", (plus.lstrip("+ "), minus))
-    return Shape("scalar", (text,))
+        return AnswerShape("list", (plus.lstrip("+ "), minus))
+    return AnswerShape("scalar", (text,))
 
 
 @lru_cache(maxsize=8192)
@@ -379,7 +379,7 @@ def _equal(gold: str, answer: str, library: Library) -> bool:
     return a.kind != "scalar" and _by_library(gold, answer, library)
 
 
-def _interval(shape: Shape) -> Shape:
+def _interval(shape: AnswerShape) -> AnswerShape:
     r"""An inequality as the interval that it is: `-2 \le x < 7`; other shapes as they are."""
     parts, marks = shape.parts, shape.marks
     if shape.kind != "relation" or not set(marks) <= {"<", ">", r"\le", r"\ge"}:
@@ -390,11 +390,11 @@ def _interval(shape: Shape) -> Shape:
         return shape
     brackets = {("<", 0): "(", ("<", 1): ")", (r"\le", 0): "[", (r"\le", 1): "]"}
     if len(parts) == 3 and _is_name(parts[1]):
-        return Shape("tuple", (parts[0], parts[2]), (brackets[marks[0], 0], brackets[marks[1], 1]))
+        return AnswerShape("tuple", (parts[0], parts[2]), (brackets[marks[0], 0], brackets[marks[1], 1]))
     if len(parts) == 2 and _is_name(parts[0]):
-        return Shape("tuple", ("-\\infty", parts[1]), ("(", brackets[marks[0], 1]))
+        return AnswerShape("tuple", ("-\\infty", parts[1]), ("(", brackets[marks[0], 1]))
     if len(parts) == 2 and _is_name(parts[1]):
-        return Shape("tuple", (parts[0], "\\infty"), (brackets[marks[0], 0], ")"))
+        return AnswerShape("tuple", (parts[0], "\\infty"), (brackets[marks[0], 0], ")"))
     return shape
 
 
@@ -412,7 +412,7 @@ def _unordered(gold: Sequence[str], answer: Sequence[str], library: Library) -> 
     return True
 
 
-def _relations_equal(gold: str, g: Shape, answer: str, a: Shape, library: Library) -> bool:
+def _relations_equal(gold: str, g: AnswerShape, answer: str, a: AnswerShape, library: Library) -> bool:
     name, value = _labelled(gold)
     if name is not None:
         constant = not _symbols(value)

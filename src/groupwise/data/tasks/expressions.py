@@ -42,7 +42,7 @@ def parse(text: str) -> Expression:
     >>> evaluate(parse("2+3*(4-1)/.5"))
     Fraction(20, 1)
     """
-    parser = _Parser(text)
+    parser = _Arithmetic(text)
     expression = parser.sum(0)
     parser.end()
     return expression
@@ -99,7 +99,7 @@ def operator_of(expression: str) -> str:
     return operators[0].replace("//", "/") if len(operators) == 1 else "mixed"
 
 
-class _Parser:
+class _Arithmetic:
     """Recursive descent: sum -> product -> factor -> number or bracket."""
 
     def __init__(self, text: str) -> None:
