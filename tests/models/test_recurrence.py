@@ -101,9 +101,9 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 class _In64Bits:
-    """In place of `torch` in a modeling file: float32 is float64."""
+    """In place of `torch` in a modeling file: float32, by both of its names, is float64."""
 
-    float32 = torch.float64
+    float32 = float = torch.float64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
