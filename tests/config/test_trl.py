@@ -129,8 +129,11 @@ model_name_or_path: some/model
         ("beta: 0.04\nuse_bias_correction_kl: false", {"group.kl": "k3"}),
         ("top_entropy_quantile: 0.2", {"group.entropy_quantile": 0.8}),
         ("mask_truncated_completions: true", {"group.truncated": "mask"}),
-        ("use_vllm: true", {"rollout.engine": {"name": "vllm", "colocated": True}}),
-        ("use_vllm: true\nvllm_mode: server", {"rollout.engine": {"name": "vllm", "servers": ["http://127.0.0.1:8000"]}}),
+        ("use_vllm: true",
+         {"rollout.engine": {"name": "vllm", "colocated": True,
+                             "correct": {"level": "sequence_sum", "mode": "mask", "high": 3.0}}}),
+        ("use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_correction: false",
+         {"rollout.engine": {"name": "vllm", "servers": ["http://127.0.0.1:8000"], "correct": None}}),
         (
             "use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_mode: token_truncate\n"
             "vllm_importance_sampling_clip_max: 2",

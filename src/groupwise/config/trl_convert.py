@@ -489,7 +489,7 @@ def to_engine(trl: Configuration, _: str) -> Outcomes:
         vllm["servers"] = [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{trl.get('vllm_server_port')}"]
     if not trl.get("vllm_importance_sampling_correction"):
         vllm["correct"] = None
-    elif trl.values or any(name.startswith("vllm_importance_sampling") for name in trl.arguments):
+    else:
         level, _, mode = str(trl.get("vllm_importance_sampling_mode")).partition("_")
         high = trl.explicit("vllm_importance_sampling_cap") or trl.get("vllm_importance_sampling_clip_max")
         low = trl.explicit("vllm_importance_sampling_clip_min")
