@@ -207,7 +207,8 @@ def shortened(text: str, lines: tuple[int, int]) -> str:
             found.append(line.rstrip())
     if len(found) <= first + last:
         return "\n".join(found)
-    return "\n".join([*found[:first], "...", *(found[-last:] if last else [])])
+    end = found[-last:] if last else []
+    return "\n".join([*found[:first], "...", *(end[1:] if end[:1] == ["..."] else end)])
 
 
 def transcript(folder: Path, environment: dict[str, str], *, fast: bool) -> str:
@@ -230,7 +231,8 @@ def transcript(folder: Path, environment: dict[str, str], *, fast: bool) -> str:
     facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
     processor = sum(spent for _, spent in shell.spent)
-    what = f"All commands together took {processor / 60:.1f} minutes of processor time, installation included ({cpu})."
+    what = f"All commands together took {processor / 60:.1f} minutes of processor time, installation included ({cpu}). Other work\n"
+    what += "was running beside them: your speeds and times will be better."
     return (HEAD.format(what=what) + "\n" + "\n".join(body)).rstrip("\n") + "\n"
 
 
