@@ -25,7 +25,7 @@ from torch import nn
 from groupwise.config.settings import ModelSettings, ScratchSettings
 from groupwise.data.tasks.arithmetic import Arithmetic
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.environments.conversation import Reply
+from groupwise.environments.conversation import Reply, Stream
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
@@ -93,9 +93,9 @@ def disks_are_not_waited_for() -> Iterator[None]:
 class ScriptedConversation:
     """One episode of a `ScriptedWorld`; what the engine did with it stands in `heard`, `stream` and `closed`."""
 
-    def __init__(self, world: ScriptedWorld, prompt: Prompt, index: int, seed: int) -> None:
-        self.world, self.prompt, self.index = world, prompt, index
-        self.rng = np.random.default_rng([*prompt.id.encode(), index, seed])
+    def __init__(self, world: ScriptedWorld, engines: Stream, seed: int) -> None:
+        self.world, self.engines, self.prompt, self.index = world, engines, engines.prompt, engines.index
+        self.rng = np.random.default_rng([*self.prompt.id.encode(), self.index, seed])
         self.turns: list[Turn] = []
         self.heard: list[tuple[Sequence[int], Finish, Sequence[float], int]] = []
         self.stream: list[int] = []
@@ -106,9 +106,11 @@ class ScriptedConversation:
     def open(self) -> Future[Reply]:
         return self.world.later(self, self.reply)
 
-    def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
+    def answer(self) -> Future[Reply]:
         assert not self.closed
-        begin = len(self.stream)
+        begin, turn = len(self.stream), self.engines.turns[-1]
+        tokens, finish, version = self.engines.tokens[turn.begin : turn.end], turn.finish, self.engines.version[-1]
+        logp = self.engines.logp[turn.begin : turn.end]
         self.stream += tokens
         self.heard.append((tokens, finish, logp, version))  # nobody may change them later
         self.turns.append(Turn(begin=begin, end=len(self.stream), finish=finish, reward=float(len(self.turns))))
@@ -134,7 +136,7 @@ class ScriptedConversation:
 
     def close(self, finish: Finish) -> Episode:
         self.closed.append(finish)
-        return Episode(turns=tuple(self.turns))
+        return Episode(turns=tuple(self.turns), branches=tuple(self.engines.branches))
 
 
 class ScriptedWorld:
@@ -162,9 +164,10 @@ class ScriptedWorld:
         self._delay = None if delays is None else np.random.default_rng(delays)
         self._pool = ThreadPoolExecutor(4)
 
-    def begin(self, prompt: Prompt, index: int, *, seed: int) -> ScriptedConversation:
-        assert (prompt.id, index) not in self.begun
-        found = self.begun[prompt.id, index] = ScriptedConversation(self, prompt, index, seed)
+    def begin(self, stream: Stream, *, seed: int) -> ScriptedConversation:
+        key = stream.prompt.id, stream.index
+        assert key not in self.begun
+        found = self.begun[key] = ScriptedConversation(self, stream, seed)
         return found
 
     def later(self, who: ScriptedConversation, reply: Callable[[], Reply]) -> Future[Reply]:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,10 @@ import pytest
 
 from groupwise.config.settings import EnvironmentSettings
 from groupwise.data.templates import Template
-from groupwise.environments.conversation import Reply
-from groupwise.environments.episodes import EpisodeWorld, Talk
+from groupwise.environments.conversation import Reply, Stream
+from groupwise.environments.tool_episodes import ToolEpisode, ToolWorld
 from groupwise.records import Finish, Prompt
-from groupwise.runs.environments import make_source, tools_of
+from groupwise.runs.environments import make_runtime, tools_of
 
 HERE = Path(__file__).parent
 collect_ignore_glob = ["*/files/*", "files/*"]
@@ -48,17 +49,25 @@ def _files(monkeypatch: pytest.MonkeyPatch) -> None:
 class Table:
     """A world, and how a test talks with it."""
 
-    def __init__(self, world: EpisodeWorld, template: Template) -> None:
+    def __init__(self, world: ToolWorld, template: Template) -> None:
         self.world, self.template, self.tokenizer = world, template, template.tokenizer
+        self.streams: dict[ToolEpisode, Stream] = {}
 
     def prompt(self, text: str = "Do it.", name: str = "0/1", **row: Any) -> Prompt:
         row = {"prompt": [{"role": "user", "content": text}], **row}
         (question,) = self.template.ask([row["prompt"]], ["a row"], [row])
         return Prompt(id=name, tokens=question.tokens, text=question.text, row=row, messages=tuple(row["prompt"]))
 
-    def begin(self, index: int = 0, seed: int = 0, **row: Any) -> tuple[Talk, Reply]:
-        talk = self.world.begin(self.prompt(**row), index, seed=seed)
-        return talk, talk.open().result()
+    def open(self, prompt: Prompt, index: int = 0, seed: int = 0) -> tuple[ToolEpisode, Reply]:
+        stream = Stream(prompt, index, 1 << 30)
+        talk = self.world.begin(stream, seed=seed)
+        reply = talk.open().result()
+        self.streams[talk] = stream
+        stream.take(reply, 0, limit=stream.limit)
+        return talk, reply
+
+    def begin(self, index: int = 0, seed: int = 0, **row: Any) -> tuple[ToolEpisode, Reply]:
+        return self.open(self.prompt(**row), index, seed)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -66,11 +75,25 @@ class Table:
     def text(self, ids: Any) -> str:
         return str(self.tokenizer.decode(list(ids)))
 
-    def later(self, talk: Talk, text: str, end: str = "<|im_end|>", finish: Finish = Finish.EOS) -> Any:
-        return talk.answer(self.ids(text + end), finish, logp=[], version=0)
+    def draw(self, talk: ToolEpisode, ids: list[int], finish: Finish = Finish.EOS) -> Future[Reply]:
+        """The engine has drawn a turn."""
+        stream = self.streams[talk]
+        stream.add(ids, [0.0] * len(ids), 0)
+        stream.end_turn(finish)
+        return talk.answer()
 
-    def say(self, talk: Talk, text: str, end: str = "<|im_end|>", finish: Finish = Finish.EOS) -> Reply:
-        return self.later(talk, text, end, finish).result()
+    def later(self, talk: ToolEpisode, text: str, end: str = "<|im_end|>", finish: Finish = Finish.EOS) -> Future[Reply]:
+        return self.draw(talk, self.ids(text + end), finish)
+
+    def say(self, talk: ToolEpisode, text: str, end: str = "<|im_end|>", finish: Finish = Finish.EOS) -> Reply:
+        return self.hear(talk, self.later(talk, text, end, finish))
+
+    def hear(self, talk: ToolEpisode, reply: Future[Reply]) -> Reply:
+        """The engine takes a reply."""
+        found = reply.result()
+        if found.finish is None:
+            self.streams[talk].take(found, 0, limit=1 << 30)
+        return found
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -81,15 +104,15 @@ def call(name: str, **arguments: Any) -> str:
 @pytest.fixture
 def table(templates: ModuleType) -> Iterator[Callable[..., Table]]:
     """`table(tools=[...], template="keeps", ...)`: keys of `environment`, and `data.control_tokens`."""
-    made: list[EpisodeWorld] = []
+    made: list[ToolWorld] = []
 
     def make(template: str = "keeps", tokenizer: Any = None, control_tokens: Any = "warn", **settings: Any) -> Table:
         chosen = EnvironmentSettings(**{"tool_timeout": 60.0, **settings})
         turns = templates.turns_of(templates.OWN.get(template, template), tokenizer)
-        source = make_source(chosen)
-        assert source is not None
-        shown = Template(tokenizer=turns.tokenizer, chat=True, tools=tools_of(source), control_tokens=control_tokens)
-        made.append(EpisodeWorld(source, chosen, shown, turns.eos_ids))
+        runtime = make_runtime(chosen)
+        assert runtime is not None
+        shown = Template(tokenizer=turns.tokenizer, chat=True, tools=tools_of(runtime), control_tokens=control_tokens)
+        made.append(ToolWorld(runtime, chosen, shown, turns.eos_ids))
         return Table(made[-1], shown)
 
     yield make

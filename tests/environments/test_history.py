@@ -88,8 +88,7 @@ def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str,
     for number in range(60):
         rng = random.Random(f"{name}/{number}")
         prompt = at.prompt(rng.choice(TEXTS) or "?")
-        talk = at.world.begin(prompt, 0, seed=0)
-        reply = talk.open().result()
+        talk, reply = at.open(prompt)
         assert reply.context is None
         stream: list[int] = prompt.tokens.tolist()
         completion: list[int] = []
@@ -100,7 +99,7 @@ def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str,
             begin = len(completion)
             completion += ids
             stream += ids
-            reply = talk.answer(ids, Finish.EOS, logp=[], version=0).result()
+            reply = at.hear(talk, at.draw(talk, ids))
             written.append((begin, ids))
             if reply.finish is not None:
                 break
@@ -112,6 +111,7 @@ def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str,
                 splits += 1
                 stream = reply.context.tolist()
                 _is_the_templates(stream, talk, turns, tokenizer)
+            assert at.streams[talk].ids().tolist() == stream
         episode = talk.close(Finish.EOS)
         assert [(one.begin, completion[one.begin : one.end]) for one in episode.turns] == written
         assert all(stretch.begin >= previous.end for previous, stretch in zip(episode.turns, episode.turns[1:], strict=False))
@@ -199,7 +199,7 @@ def test_trap_4_an_empty_think_block_appears(table: Callable[..., Any]) -> None:
     ids = ragged(
         random.Random(0), at.ids('<tool_call>\n{"name": "echo", "arguments": {"value": "x"}}\n</tool_call><|im_end|>'), at.tokenizer
     )
-    reply = talk.answer(ids, Finish.EOS, logp=[], version=0).result()
+    reply = at.hear(talk, at.draw(talk, ids))
     prompt = at.prompt().tokens.tolist()
     stream = reply.context.tolist() if reply.context is not None else [*prompt, *ids, *reply.tokens.tolist()]
     _is_the_templates(stream, talk, at.world.turns[""], at.tokenizer)
@@ -211,12 +211,11 @@ def test_trap_2_the_separator_behind_the_end_is_there(table: Callable[..., Any],
     for name in ("keeps", "bare"):
         at = table(template=name, tools=("my_tools.py:echo",), runs="thread")
         prompt = at.prompt()
-        talk = at.world.begin(prompt, 0, seed=0)
-        talk.open().result()
+        talk, _ = at.open(prompt)
         text = {"keeps": '<tool_call>\n{"name": "echo", "arguments": {"value": "x"}}\n</tool_call>',
                 "bare": '{"name": "echo", "parameters": {"value": "x"}}'}[name]  # fmt: skip
         ids = at.ids(text + ENDS[name])
-        reply = talk.answer(ids, Finish.EOS, logp=[], version=0).result()
+        reply = at.hear(talk, at.draw(talk, ids))
         stream = [*prompt.tokens.tolist(), *ids, *reply.tokens.tolist()]
         messages = [*prompt.row["prompt"], *talk.close(Finish.LENGTH).messages]
         (whole,) = render_chats(at.tokenizer, [Chat(messages, tools=at.world.turns[""].tools, add_generation_prompt=True)])
@@ -229,8 +228,8 @@ def test_a_prompt_that_was_cut_stays_cut_whatever_the_environment_says(table: Ca
     at = table(template="forgets", factory="my_tools.py:Greeter", past=past, runs="thread")
     row = {"prompt": [{"role": "user", "content": "x" * 300}], "secret": 7, "greeting": " Guess!"}
     (prompt,), _ = encode_prompts(SourceRows("rows", [row]), at.template, max_tokens=40, too_long="truncate_left")
-    talk = at.world.begin(prompt, 0, seed=0)
-    context = talk.open().result().context
+    talk, reply = at.open(prompt)
+    context = reply.context
     assert prompt.tokens.size == context.size == 40
     assert at.text(context).endswith("x Guess!<|im_end|>\n<|im_start|>assistant\n")
     reply = at.say(talk, "<think>\nlucky\n</think>\n\n3")

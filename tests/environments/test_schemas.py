@@ -251,8 +251,8 @@ def test_a_missing_hint_or_description_is_named(function: Callable[..., Any], me
 def test_a_process_of_tools_imports_neither_torch_nor_transformers() -> None:
     """They would be most of what it takes to start."""
     code = (
-        "import sys\nfrom groupwise.environments import worker_process\nfrom groupwise.environments.playground import calculate\n"
-        "described = worker_process.Instance({'calculate': calculate}, None, {}).describe('it', None)\n"
+        "import sys\nfrom groupwise.environments import instance\nfrom groupwise.environments.playground import calculate\n"
+        "described = instance.Instance({'calculate': calculate}, None, {}).describe('it', None)\n"
         "print(len(described['tools']), [name for name in ('torch', 'transformers') if name in sys.modules])\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

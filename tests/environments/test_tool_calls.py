@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.environments.schemas import schema_of, wrong_arguments
-from groupwise.environments.tool_calls import BrokenCall, Call, Said, form_of, read_turn
+from groupwise.environments.tool_calls import BrokenCall, ParsedCall, ParsedTurn, form_of, read_turn
 from groupwise.errors import ConfigError
 
 NESTED = {"text": 'a "quoted" <b> </tool_call> \n ünï 😀', "n": 10000.0, "flag": False, "none": None, "list": [1, {"k": "v"}]}
@@ -38,17 +38,17 @@ TEXTS = {"text": "ünï 😀 <b> \n two", "other": "}{\"'"}
 
 @pytest.mark.parametrize("form", ["json", "bare", "channels"])
 def test_a_call_with_every_kind_of_value(form):
-    assert read_turn(WRITE[form]("look", NESTED), form).calls == (Call("look", NESTED, "call_0"),)
+    assert read_turn(WRITE[form]("look", NESTED), form).calls == (ParsedCall("look", NESTED, "call_0"),)
 
 
 @pytest.mark.parametrize("form", WRITE)
 def test_a_call_cut_at_every_character_is_described(form):
     text = ("" if form in ("bare", "channels") else "I look.\n") + WRITE[form]("look", TEXTS)
-    assert read_turn(text, form).calls == (Call("look", TEXTS, "call_0"),)
+    assert read_turn(text, form).calls == (ParsedCall("look", TEXTS, "call_0"),)
     described = 0
     for end in range(len(text)):
         said = read_turn(text[:end], form)
-        assert not any(isinstance(call, Call) for call in said.calls), text[:end]
+        assert not any(isinstance(call, ParsedCall) for call in said.calls), text[:end]
         for call in said.calls:
             assert isinstance(call, BrokenCall) and call.why and call.id == "call_0"
         described += bool(said.calls)
@@ -76,7 +76,7 @@ def test_hostile_json_is_described_or_read(form, middle):
     text = WRITE[form]("look", {"a": "HERE"}).replace('"HERE"', middle).replace("HERE", middle)
     tools = [{"function": {"name": "look", "parameters": {"properties": {"a": {"type": "array"}}}}}]
     (call,) = read_turn(text, form, tools=tools).calls
-    assert isinstance(call, Call) or call.why
+    assert isinstance(call, ParsedCall) or call.why
 
 
 def test_several_calls_keep_their_order_and_the_text_around_them():
@@ -200,7 +200,7 @@ def test_an_xml_value_without_its_end_is_no_call_and_hides_none(values):
     text = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>" + xml("f", {"a": "x"})
     broken, whole = read_turn(text, "xml", tools=[tool]).calls
     assert isinstance(broken, BrokenCall) and broken.why == "the value of the parameter 'a' has no </parameter>"
-    assert whole == Call("f", {"a": "x"}, "call_1")
+    assert whole == ParsedCall("f", {"a": "x"}, "call_1")
 
 
 def test_an_xml_value_may_speak_of_its_own_tags_and_of_lines():
@@ -238,7 +238,7 @@ def test_a_turn_of_gpt_oss_with_all_its_channels():
     )
     said = read_turn(text, "channels")
     assert (said.reasoning, said.content) == ("Need it.", "Looking.")
-    assert said.calls == (Call("look", {"q": "x"}, "call_0"),)
+    assert said.calls == (ParsedCall("look", {"q": "x"}, "call_0"),)
     final = read_turn("<|channel|>final<|message|>Done <b>.<|return|>", "channels")
     assert (final.content, final.calls, final.reasoning) == ("Done <b>.", (), None)
 
@@ -251,13 +251,13 @@ NO_CALLS = [
 
 @pytest.mark.parametrize("text", NO_CALLS)
 def test_what_is_no_call_of_llama_is_content(text):
-    assert read_turn(text, "bare") == Said(text, None, (), text)
+    assert read_turn(text, "bare") == ParsedTurn(text, None, (), text)
 
 
 @pytest.mark.parametrize("text", ['{"type": "function", "name": "f", "parameters": {}}', '{"parameters": {}, "name": "f"}',
                                   '<|python_tag|>{"name": "f"}', '{"name": "f", "arguments": {}}'])  # fmt: skip
 def test_a_call_of_llama_in_any_order(text):
-    assert read_turn(text, "bare").calls == (Call("f", {}, "call_0"),)
+    assert read_turn(text, "bare").calls == (ParsedCall("f", {}, "call_0"),)
 
 
 def test_the_form_is_read_off_the_template():

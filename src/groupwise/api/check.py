@@ -27,10 +27,10 @@ from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
 from groupwise.data.turns import Turns
-from groupwise.environments.environment import Broken
-from groupwise.environments.episodes import EpisodeWorld, kind_of
 from groupwise.environments.procedural import rows_of
+from groupwise.environments.runtime import EnvironmentBroken
 from groupwise.environments.schemas import name_of
+from groupwise.environments.tool_episodes import ToolWorld
 from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import embedding_rows
@@ -139,7 +139,7 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
             return
         yield from _procedural(recipe)
         assert rewards is not None
-        if isinstance(job.prepared.world, EpisodeWorld):
+        if isinstance(job.prepared.world, ToolWorld):
             yield from _world(recipe, job.prepared.world, job.prompts)
         episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
         if rewards.golds and not episodes:
@@ -248,21 +248,21 @@ def _procedural(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("scorer", good, f"{given.reasoning_gym}: {health}")
 
 
-def _world(recipe: Recipe, world: EpisodeWorld, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """What the policy can do, and one episode in which it does next to nothing."""
     seconds = recipe.environment.tool_timeout
-    for kind in world.source.kinds.values():
+    for kind in world.runtime.kinds.values():
         name = kind.name or kind.title
         for schema in kind.schemas:
             given = ", ".join((schema["function"].get("parameters") or {}).get("properties") or ())
             yield Finding("tool", True, f"{name_of(schema)}({given}): {schema['function'].get('description') or 'no description'}")
         if not kind.resets:
             continue
-        prompt = next((one for one in prompts if kind_of(world.source, one.row, f"prompt {one.id}") == kind), None)
+        prompt = next((one for one in prompts if world.runtime.kind_of(one.row, f"prompt {one.id}") == kind), None)
         if prompt is None:
             yield Finding("environment", None, f"{name}: no row asks for it")
             continue
-        environment, began = world.source.make(kind), time.monotonic()
+        environment, began = world.runtime.make(kind), time.monotonic()
         try:
             said = environment.reset(prompt.row, seed=recipe.seed, seconds=seconds)
             says = f"{name}: reset() says {said!r:.80}" if said else f"{name}: reset() says nothing"
@@ -272,7 +272,7 @@ def _world(recipe: Recipe, world: EpisodeWorld, prompts: Sequence[Prompt]) -> It
             ended = environment.end(True, seconds=seconds)
             says += f"; reward of an episode without actions: {ended.reward}" if not kind.steps and kind.rewarded else ""
             yield Finding("environment", True, f"{says} ({time.monotonic() - began:.2f} s)")
-        except Broken as broken:
+        except EnvironmentBroken as broken:
             yield Finding("environment", False, f"{name}: {broken}")
         finally:
             environment.kill()

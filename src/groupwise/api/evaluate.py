@@ -39,7 +39,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import (
     environment_of,
-    make_source,
+    make_runtime,
     make_world,
     recipe_of_environment,
     tools_of,
@@ -170,7 +170,7 @@ def _evaluated(
     with ExitStack() as ends:
         ends.callback(torch.set_num_threads, torch.get_num_threads())
         fit_threads(policy, recipe.threads)
-        source = make_source(recipe.environment)
+        source = make_runtime(recipe.environment)
         if source is not None:
             ends.callback(source.close)
         prompts = _prompts(path, policy, recipe, tools_of(source))

@@ -15,7 +15,7 @@ from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.environments import environment_of, make_source, make_world, recipe_of_environment, tools_of
+from groupwise.runs.environments import environment_of, make_runtime, make_world, recipe_of_environment, tools_of
 from groupwise.runs.origin import Origin
 
 
@@ -36,7 +36,7 @@ class Answered:
         settings = environment_of(environment or {})
         if environment is None and origin is not None and not origin.recipe.environment.factory:  # a game is no conversation
             settings = origin.recipe.environment
-        source = make_source(settings)
+        source = make_runtime(settings)
         if source is None:
             return None
         ends.callback(source.close)

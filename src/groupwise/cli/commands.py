@@ -46,7 +46,7 @@ COMMANDS = {
     "trust": "let commands run the code that a run folder from elsewhere names",
     "replay": "compute a recorded step again, as it was or with something changed",
     "explain": "one step of an algorithm worked through in numbers",
-    "serve": "serve a model: by vLLM, for training to sample from, or with --native by our own engine",
+    "serve": "serve a model by vLLM, for training to sample from",
     "install-vllm": "install vLLM into an environment of its own",
     "completion": "completion of commands, options and keys for a shell",
 }

@@ -7,8 +7,8 @@
 | `GET .../v1/models` | the model's name and `max_model_len` |
 | `GET /health` | an empty object |
 
-`...` is empty, or `/episodes/ID` in a training run: everything that is asked for there belongs to one episode.  A client that can
-only be told a key, or the name of a model, brings the episode's id as that.
+`...` is `/episodes/ID`: every request belongs to one episode.  A client that takes only a key, or the name of a model, brings the
+episode's id as that.
 
 On a loopback address, requests must name a host of this machine (DNS rebinding) and must not come from a browser's page; on any
 other address each must bring the token as well, or an episode's id.  One thread waits for each request (`utils.http`); threads that
@@ -21,8 +21,8 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -30,12 +30,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from groupwise.environments.chat_tokens import Asking, Speech, Told
+from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest
 from groupwise.environments.requests import (
-    Asked,
     ChatRequest,
     Refused,
     SampledTokens,
+    SamplingRequest,
     read_chat_request,
     read_token_request,
     token_answer,
@@ -54,25 +54,27 @@ LONGEST = 2048
 """Characters of an address."""
 
 
-class Line(Protocol):
-    """Answers the requests of one episode, or those that belong to none."""
+class Session(Protocol):
+    """Answers the requests of one episode."""
 
-    speech: Speech
+    codec: ChatCodec
 
-    def ask(self, request: ChatRequest) -> Asking:
+    def render(self, request: ChatRequest) -> RenderedRequest:
         """What a chat request's turn is drawn behind.  Raises Refused."""
         ...
 
-    def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[SampledTokens]]:
-        """Completions behind ids; they may fail with Refused.  asking: of a chat request.  Raises Refused."""
+    def draw(
+        self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None
+    ) -> Future[SampledTokens]:
+        """The turn behind ids; it may fail with Refused.  rendered: of a chat request.  Raises Refused."""
         ...
 
-    def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens) -> Told:
+    def respond(self, request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens) -> ChatResponse:
         """A turn as a message."""
         ...
 
 
-class Desk(Protocol):
+class EpisodeQueue(Protocol):
     """The queue from which harnesses in other processes take episodes, and to which they report the end."""
 
     def claim(self, seconds: float, there: Callable[[], bool]) -> Mapping[str, Any] | None:
@@ -92,7 +94,7 @@ class Endpoint(Server):
 
     def __init__(
         self,
-        find: Callable[[str | None], Line | None],
+        find: Callable[[str], Session | None],
         *,
         name: str,
         context: int,
@@ -100,18 +102,19 @@ class Endpoint(Server):
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
-        desk: Desk | None = None,
+        episodes: EpisodeQueue | None = None,
     ) -> None:
-        """find: returns the `Line` of an episode id (None: requests of no episode), or None.   name: of the model.   context: most
-        tokens of a sequence.   port: 0 takes a free one.   token: that requests must bring, needed where others reach the address.
+        """find: returns the session of an episode id, or None.   name: of the model.   context: most tokens of a sequence.
+        port: 0 takes a free one.   token: that requests must bring, needed where others reach the address.   episodes: those that
+        harnesses in other processes fetch.
 
         Raises ConfigError for a port that is taken, and for an address that others reach without a token.
         """
         self.find, self.name, self.context, self.vocabulary = find, name, context, vocabulary
-        self.token, self.desk, self.local, self.begun = token, desk, is_loopback(host), int(time.time())
+        self.token, self.episodes, self.local, self.begun = token, episodes, is_loopback(host), int(time.time())
         if not self.local and not token:
             raise ConfigError(f"{host} is reached from other machines: give a token that requests must bring, or take 127.0.0.1")
-        super().__init__(host, port, _Handler)
+        super().__init__(host, port, _EndpointHandler)
 
     @property
     def url(self) -> str:
@@ -121,7 +124,7 @@ class Endpoint(Server):
         return f"http://{host}:{self.port}"
 
 
-class _Handler(Handler):
+class _EndpointHandler(Handler):
     server: Endpoint
 
     def do_GET(self) -> None:
@@ -148,7 +151,7 @@ class _Handler(Handler):
                 self._body = self._read()
             if path not in routes:
                 raise Refused(f"there is no {self.command} {path}", HTTPStatus.NOT_FOUND)
-            found = routes[path](episode)
+            answer = routes[path](episode)
         except Refused as refused:
             self._send(refused.status, refused.body())
             return
@@ -159,10 +162,10 @@ class _Handler(Handler):
             status = HTTPStatus.INTERNAL_SERVER_ERROR
             self._send(status, Refused(f"{type(error).__name__}: {error}", status).body())
             return
-        if isinstance(found, bytes):
-            self._write(HTTPStatus.OK, found, "text/event-stream")
+        if isinstance(answer, bytes):
+            self._write(HTTPStatus.OK, answer, "text/event-stream")
         else:
-            self._send(HTTPStatus.NO_CONTENT if found is None else HTTPStatus.OK, found)
+            self._send(HTTPStatus.NO_CONTENT if answer is None else HTTPStatus.OK, answer)
 
     # ---- who asks, and for what ----------------------------------------------------------------------------------------------
 
@@ -192,10 +195,10 @@ class _Handler(Handler):
         """Refuses who brings neither the server's token nor, as key, the id of the episode that is asked for."""
         if self.server.token is None:
             return
-        given, known = self._key().encode(), [self.server.token.encode()]
+        key, known = self._key().encode(), [self.server.token.encode()]
         if episode is not None and self.server.find(episode) is not None:
             known.append(episode.encode())
-        if not any(secrets.compare_digest(given, one) for one in known):
+        if not any(secrets.compare_digest(key, one) for one in known):
             raise Refused("bring the server's token: Authorization: Bearer TOKEN", HTTPStatus.UNAUTHORIZED, code="invalid_api_key")
 
     def _read(self) -> Mapping[str, Any]:
@@ -229,70 +232,63 @@ class _Handler(Handler):
 
     def _models(self, episode: str | None) -> Any:
         if episode is not None:
-            self._line(episode)
+            self._episode(episode)
         model = {"id": self.server.name, "object": "model", "created": self.server.begun, "owned_by": "groupwise"}
         return {"object": "list", "data": [model | {"max_model_len": self.server.context}]}
 
     def _generate(self, episode: str | None) -> Any:
-        line = self._line(episode)
+        session = self._episode(episode)
         request = read_token_request(
-            self._body, vocabulary=self.server.vocabulary, eos_ids=line.speech.eos_ids, session=self._session
+            self._body, vocabulary=self.server.vocabulary, eos_ids=session.codec.eos_ids, session=self._agent
         )
-        return token_answer(f"generate-{secrets.token_hex(8)}", self._wait(line.draw(request.context, request.asked)))
+        return token_answer(f"generate-{secrets.token_hex(8)}", self._wait(session.draw(request.context, request.sampling)))
 
     def _chat(self, episode: str | None) -> Any:
-        line = self._line(episode)
-        request = read_chat_request(self._body, session=self._session)
-        asking = line.ask(request)
-        drawn = self._wait(line.draw(asking.context, request.asked, asking))
-        told = [line.tell(request, asking, one) for one in drawn]
-        answer = chat_answer(request, asking, drawn, told, line.speech)
+        session = self._episode(episode)
+        request = read_chat_request(self._body, session=self._agent)
+        rendered = session.render(request)
+        sampled = self._wait(session.draw(rendered.context, request.sampling, rendered))
+        answer = chat_answer(request, rendered, sampled, session.respond(request, rendered, sampled), session.codec)
         return as_stream(answer, usage=request.usage) if request.stream else answer
 
     def _claim(self, episode: str | None) -> Any:
-        if self.server.desk is None or episode is not None:
+        if self.server.episodes is None or episode is not None:
             raise Refused("no episodes are given away here", HTTPStatus.NOT_FOUND)
-        return self.server.desk.claim(10.0, lambda: not self.hung_up())
+        return self.server.episodes.claim(10.0, lambda: not self.hung_up())
 
     def _report(self, episode: str | None) -> Any:
-        if self.server.desk is None or episode is None:
+        if self.server.episodes is None or episode is None:
             raise Refused("no episodes are given away here", HTTPStatus.NOT_FOUND)
         reward, failure = self._body.get("reward"), self._body.get("failure") or ""
         if isinstance(reward, bool) or not isinstance(reward, int | float | None) or not isinstance(failure, str):
             raise Refused("reward must be a number or null, failure a string", param="reward")
-        self.server.desk.report(episode, None if reward is None else float(reward), failure)
+        self.server.episodes.report(episode, None if reward is None else float(reward), failure)
         return {}
 
     @property
-    def _session(self) -> str:
+    def _agent(self) -> str:
+        """Which of an episode's agents sends the request."""
         return str(self.headers.get("X-Session-ID", ""))
 
-    def _line(self, episode: str | None) -> Line:
+    def _episode(self, episode: str | None) -> Session:
+        """The episode that a request belongs to, by its address, its key or its model.  Raises Refused."""
         model = None if self._body is None else self._body.get("model")
-        if episode is None and isinstance(model, str) and self.server.find(model) is not None:
-            episode = model
-        line = self.server.find(episode)
-        if line is not None and episode is None and model is not None and model != self.server.name:
-            raise Refused(
-                f"there is no model {model!r:.200}: {self.server.name!r} is served here", HTTPStatus.NOT_FOUND, param="model",
-                code="model_not_found",
-            )  # fmt: skip
-        if line is None:
+        name = episode if episode is not None else model if isinstance(model, str) else None
+        session = None if name is None else self.server.find(name)
+        if session is None:
             where = "requests must name their episode: /episodes/ID/v1/..." if episode is None else "it is over, or never was one"
             raise Refused(f"there is no such episode: {where}", HTTPStatus.NOT_FOUND, code="episode_over")
-        return line
+        return session
 
-    def _wait(self, drawn: Future[Sequence[SampledTokens]]) -> Sequence[SampledTokens]:
+    def _wait(self, sampled: Future[SampledTokens]) -> SampledTokens:
         """What is being drawn.  Raises ConnectionError if the client hangs up before; what nobody waits for is not begun."""
         while True:
             try:
-                return drawn.result(timeout=POLL_SECONDS)
+                return sampled.result(timeout=POLL_SECONDS)
             except NotYet:
                 if self.hung_up():
-                    drawn.cancel()
+                    sampled.cancel()
                     raise ConnectionAbortedError("the client has closed the connection") from None
-            except CancelledError:
-                raise Refused("the server is closing", HTTPStatus.GONE) from None
 
     # ---- answers -------------------------------------------------------------------------------------------------------------
 
@@ -325,32 +321,29 @@ def _no_number(name: str) -> Any:
 
 
 def chat_answer(
-    request: ChatRequest, asking: Asking, drawn: Sequence[SampledTokens], told: Sequence[Told], speech: Speech
+    request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens, response: ChatResponse, codec: ChatCodec
 ) -> dict[str, Any]:
     """What `POST /v1/chat/completions` answers.  Log-probs are of all tokens, those of a stop string among them."""
-    choices = []
-    for place, (one, turn) in enumerate(zip(drawn, told, strict=True)):
-        choice: dict[str, Any] = {
-            "index": place,
-            "message": dict(turn.message),
-            "finish_reason": turn.finish_reason,
-            "logprobs": None,
-        }
-        if request.logprobs:
-            entries = []
-            for token, logp in zip(one.tokens, one.logp, strict=True):
-                text = speech.decode([token])
-                entries.append({"token": text, "logprob": float(logp), "bytes": list(text.encode()), "top_logprobs": []})
-            choice["logprobs"] = {"content": entries, "refusal": None}
-        choices.append(choice)
-    context, written = int(asking.context.size), sum(len(one.tokens) for one in drawn)
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": dict(response.message),
+        "finish_reason": response.finish_reason,
+        "logprobs": None,
+    }
+    if request.logprobs:
+        entries = []
+        for token, logp in zip(sampled.tokens, sampled.logp, strict=True):
+            text = codec.decode([token])
+            entries.append({"token": text, "logprob": float(logp), "bytes": list(text.encode()), "top_logprobs": []})
+        choice["logprobs"] = {"content": entries, "refusal": None}
+    context, written = int(rendered.context.size), len(sampled.tokens)
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": request.model,
-        "system_fingerprint": f"version-{drawn[0].version}",
-        "choices": choices,
+        "system_fingerprint": f"version-{sampled.version}",
+        "choices": [choice],
         "usage": {"prompt_tokens": context, "completion_tokens": written, "total_tokens": context + written},
     }
 
@@ -358,14 +351,13 @@ def chat_answer(
 def as_stream(answer: Mapping[str, Any], *, usage: bool) -> bytes:
     """The same as server-sent events, all at once.  usage: with a last event of the token counts."""
     head = {"id": answer["id"], "object": "chat.completion.chunk", "created": answer["created"], "model": answer["model"]}
-    chunks: list[dict[str, Any]] = []
-    for choice in answer["choices"]:
-        delta, index = dict(choice["message"]), choice["index"]
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
-        said = {"index": index, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
-        end = {"index": index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
-        chunks += [{**head, "choices": [said]}, {**head, "choices": [end]}]
+    (choice,) = answer["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
+    message = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+    end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    chunks = [{**head, "choices": [message]}, {**head, "choices": [end]}]
     if usage:
         chunks.append({**head, "choices": [], "usage": answer["usage"]})
     return b"".join(b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"

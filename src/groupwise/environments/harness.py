@@ -18,7 +18,7 @@ from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from groupwise.environments.endpoint import Desk
+from groupwise.environments.endpoint import EpisodeQueue
 from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
 from groupwise.utils import threads
@@ -46,7 +46,7 @@ CLEANUP = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Errand:
+class EpisodeRequest:
     """An episode as a harness gets it: the data row, and where to ask for the policy's turns."""
 
     id: str
@@ -64,10 +64,10 @@ class Errand:
 class Harness(Protocol):
     """Runs a program or function that drives an episode, one for each.  It may be used by several threads at once."""
 
-    desk: Desk | None
+    episodes: EpisodeQueue | None
     """Where processes that somebody else has started ask for episodes."""
 
-    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
         """Begin an episode and return at once; `finished` may be called before that.  Returns what breaks it off."""
         ...
 
@@ -79,15 +79,15 @@ class Harness(Protocol):
 class FunctionHarness:
     """A function `harness(row, base_url, ...) -> reward`, sync or async.
 
-    It is given those of `row`, `base_url`, `api_key`, `model`, `index` and `seed` that it names.  Async ones share an event loop; a
+    It gets those of `row`, `base_url`, `api_key`, `model`, `index` and `seed` that it names.  Async ones share an event loop; a
     sync one has a thread.  A thread cannot be killed: one that hangs is left behind, and its requests are refused.
     """
 
-    desk: Desk | None = None
+    episodes: EpisodeQueue | None = None
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Raises ConfigError for a function that cannot be called so."""
-        known = [name for name in Errand.__dataclass_fields__ if name != "id"]
+        known = [name for name in EpisodeRequest.__dataclass_fields__ if name != "id"]
         parameters = inspect.signature(function).parameters.values()
         every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
         self._names = known if every else [one.name for one in parameters if one.name in known]
@@ -106,27 +106,27 @@ class FunctionHarness:
         self._loop: EventLoop | None = None
         self._lock = threading.Lock()
 
-    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
         """Call the function: an asynchronous one as a task of the event loop, any other in a thread."""
-        given = {name: getattr(errand, name) for name in self._names}
+        arguments = {name: getattr(request, name) for name in self._names}
         if self._asynchronous:
-            task = self._running().begin(self._run(given, finished))
+            task = self._running().begin(self._run(arguments, finished))
             return lambda: void(task.cancel())
 
         def run() -> None:
             try:
-                reward = reward_of(self.function(**given))
+                reward = reward_of(self.function(**arguments))
             except BaseException as error:  # whatever it is, it is this episode's
                 finished(None, _described(error))
             else:
                 finished(reward, "")
 
-        threads.begin(run, f"harness-{errand.id}")
+        threads.begin(run, f"harness-{request.id}")
         return lambda: None
 
-    async def _run(self, given: Mapping[str, Any], finished: Finished) -> None:
+    async def _run(self, arguments: Mapping[str, Any], finished: Finished) -> None:
         try:
-            reward = reward_of(await self.function(**given))
+            reward = reward_of(await self.function(**arguments))
         except asyncio.CancelledError:
             finished(None, "it was broken off")
             raise
@@ -156,7 +156,7 @@ class ProgramHarness:
     prints is the reward, a number or null.  It is ended with all that it has started, also where this process is killed.
     """
 
-    desk: Desk | None = None
+    episodes: EpisodeQueue | None = None
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
@@ -169,10 +169,10 @@ class ProgramHarness:
         """The process whose forks start programs."""
         return Process("groupwise.environments.programs:serve_programs")
 
-    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
         """Start the program and wait for its end in a thread."""
-        names = {"OPENAI_BASE_URL": errand.base_url, "OPENAI_API_KEY": errand.api_key, "OPENAI_MODEL": errand.model}
-        environment, row = environment_of_others() | names, json.dumps(errand.row, default=str)
+        names = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": request.api_key, "OPENAI_MODEL": request.model}
+        environment, row = environment_of_others() | names, json.dumps(request.row, default=str)
         with self._lock:
             if not self._process.alive():
                 self._process = self._start()
@@ -195,7 +195,7 @@ class ProgramHarness:
                 self._end(fork)
             finished(reward, failure)
 
-        threads.begin(run, f"harness-{errand.id}")
+        threads.begin(run, f"harness-{request.id}")
         return lambda: self._end(fork)
 
     def _end(self, fork: Process) -> None:
@@ -220,17 +220,17 @@ class OutsideHarness:
     """
 
     def __init__(self) -> None:
-        self.desk: Desk | None = self
-        self._free: queue.Queue[Errand] = queue.Queue()
+        self.episodes: EpisodeQueue | None = self
+        self._free: queue.Queue[EpisodeRequest] = queue.Queue()
         self._lock = threading.Lock()
         self._known: dict[str, Finished] = {}
 
-    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
         """Queue the episode until a process claims it."""
         with self._lock:
-            self._known[errand.id] = finished
-        self._free.put(errand)
-        return lambda: self._forget(errand.id)
+            self._known[request.id] = finished
+        self._free.put(request)
+        return lambda: self._forget(request.id)
 
     def _forget(self, name: str) -> None:
         with self._lock:
@@ -240,15 +240,15 @@ class OutsideHarness:
         """The next queued episode, as JSON; None if none comes within so many seconds, or whoever asked is not there any more."""
         while True:
             try:
-                errand = self._free.get(timeout=seconds)
+                request = self._free.get(timeout=seconds)
             except queue.Empty:
                 return None
             if not there():
-                self._free.put(errand)
+                self._free.put(request)
                 return None
             with self._lock:
-                if errand.id in self._known:  # it has not been broken off meanwhile
-                    return json.loads(json.dumps(asdict(errand), default=str))
+                if request.id in self._known:  # it has not been broken off meanwhile
+                    return json.loads(json.dumps(asdict(request), default=str))
 
     def report(self, episode: str, reward: float | None, failure: str) -> None:
         """Finish the episode with a reward or a failure.  Raises Refused for one that is over or unknown."""
@@ -281,8 +281,8 @@ def reward_of(returned: Any) -> float | None:
 
 
 def _described(error: BaseException) -> str:
-    found = told(error)
-    return f"{found['kind']}: {found['error']}" + (f" ({found['where']})" if found["where"] else "")
+    words = told(error)
+    return f"{words['kind']}: {words['error']}" + (f" ({words['where']})" if words["where"] else "")
 
 
 def _last_line(printed: str) -> str:

@@ -14,21 +14,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
-from groupwise.environments.chat_tokens import Asking, Memory, Speech, Told
-from groupwise.environments.conversation import Reply
+from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest, ServedTurns
+from groupwise.environments.conversation import NOTHING, Reply, Stream
 from groupwise.environments.endpoint import Endpoint
-from groupwise.environments.harness import Errand, Harness
-from groupwise.environments.requests import Asked, ChatRequest, Refused, SampledTokens
-from groupwise.environments.tool_calls import Call
+from groupwise.environments.harness import EpisodeRequest, Harness
+from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, SamplingRequest
+from groupwise.environments.tool_calls import ParsedCall
 from groupwise.errors import EnvironmentFailure
-from groupwise.records import Episode, Finish, Prompt, Sampling, ToolCall, Trace, Turn
+from groupwise.records import Episode, Finish, Sampling, ToolCall, Trace
 from groupwise.utils import threads
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import logger
@@ -43,7 +43,6 @@ HOPELESS = 16
 """Episodes that fail before one succeeds, after which the harness counts as broken."""
 FULL = (Finish.LENGTH, Finish.TURNS)
 """Ends of an episode that could have gone on."""
-EMPTY = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,16 +61,16 @@ class Limits:
     at_once: int = 64
     """Harnesses that run at the same time."""
     past: Literal["keep", "split"] = "keep"
-    """Where the chat template writes earlier turns otherwise than they were sampled: see `Memory`."""
+    """Where the chat template writes earlier turns otherwise than they were sampled: see `ServedTurns`."""
 
 
-class CapturedWorld:
-    """Implements `conversation.World`: one endpoint, and a harness for each episode."""
+class HarnessWorld:
+    """Implements `conversation.EpisodeWorld`: one endpoint, and a harness for each episode."""
 
     def __init__(
         self,
         harness: Harness,
-        speech: Speech,
+        codec: ChatCodec,
         limits: Limits,
         *,
         name: str = "",
@@ -80,23 +79,23 @@ class CapturedWorld:
         token: str | None = None,
     ) -> None:
         """name: of the environment, in the episodes' records.   host, port, token: see `Endpoint`."""
-        self.harness, self.speech, self.limits, self.name = harness, speech, limits, name
+        self.harness, self.codec, self.limits, self.name = harness, codec, limits, name
         self._lock = threading.Lock()
-        self._live: dict[str, Captured] = {}
-        self._queue: deque[Captured] = deque()
+        self._live: dict[str, HarnessEpisode] = {}
+        self._queue: deque[HarnessEpisode] = deque()
         self._running, self._starting = 0, False
         self._succeeded, self._failed = 0, 0
         self._closed = threading.Event()
         self.endpoint = Endpoint(
             self._find, name=MODEL, context=limits.context, vocabulary=limits.vocabulary, host=host, port=port, token=token,
-            desk=harness.desk,
+            episodes=harness.episodes,
         )  # fmt: skip
         self.endpoint.start()
         threads.begin(self._watch, "episodes")
 
-    def begin(self, prompt: Prompt, index: int, *, seed: int) -> Captured:
+    def begin(self, stream: Stream, *, seed: int) -> HarnessEpisode:
         """An episode; its harness starts when the engine opens it."""
-        conversation = Captured(self, prompt, index, seed)
+        conversation = HarnessEpisode(self, stream, seed)
         with self._lock:
             self._live[conversation.id] = conversation
         return conversation
@@ -116,22 +115,22 @@ class CapturedWorld:
 
     # ---- for conversations ---------------------------------------------------------------------------------------------------
 
-    def want(self, conversation: Captured) -> None:
+    def want(self, conversation: HarnessEpisode) -> None:
         """Start the harness of a conversation, now or when fewer than the limit run."""
         with self._lock:
             self._queue.append(conversation)
         self._start_waiting()
 
-    def ended(self, conversation: Captured, failure: str | None) -> None:
+    def ended(self, conversation: HarnessEpisode, failure: str | None) -> None:
         """A harness that ran has ended; failure: None where nobody knows, because it was broken off."""
         with self._lock:
             self._running -= 1
             self._succeeded, self._failed = self._succeeded + (failure == ""), self._failed + bool(failure)
         if failure and not self._closed.is_set():
-            log.warning("an episode of %s failed: %s", conversation.prompt.id, failure)
+            log.warning("an episode of %s failed: %s", conversation.stream.prompt.id, failure)
         self._start_waiting()
 
-    def forget(self, conversation: Captured) -> None:
+    def forget(self, conversation: HarnessEpisode) -> None:
         """Remove a closed conversation: requests for it are refused from now on."""
         with self._lock:
             self._live.pop(conversation.id, None)
@@ -155,9 +154,9 @@ class CapturedWorld:
                 self._running += 1
             conversation.start(self.harness)
 
-    def _find(self, episode: str | None) -> Captured | None:
+    def _find(self, episode: str) -> HarnessEpisode | None:
         with self._lock:
-            return None if episode is None else self._live.get(episode)
+            return self._live.get(episode)
 
     def _watch(self) -> None:
         while not self._closed.wait(TICK):
@@ -168,58 +167,44 @@ class CapturedWorld:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _TurnRequest:
     """A turn that the harness waits for."""
 
     context: np.ndarray
-    asked: Asked
-    asking: Asking | None
-    drawn: Future[Sequence[SampledTokens]] = field(default_factory=Future)
+    sampling: SamplingRequest
+    rendered: RenderedRequest | None
+    sampled: Future[SampledTokens] = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
-    """A turn on its way to a record."""
+class _Drawn:
+    """A turn that was drawn, beside its record in the stream."""
 
-    begin: int
-    end: int
-    finish: Finish
-    written: float
+    at: float
     """When, by `time.monotonic`."""
-    calls: list[ToolCall] = field(default_factory=list)
-    call_ids: list[str] = field(default_factory=list)
-    answer: str = ""
-    seconds: float = 0.0
-    session: str = ""
-    """Of the agent that asked for it."""
-
-    def record(self) -> Turn:
-        finish = Finish.TOOL_CALLS if self.calls and self.finish is not Finish.LENGTH else self.finish
-        return Turn(
-            begin=self.begin, end=self.end, finish=finish, calls=tuple(self.calls), answer=self.answer, seconds=self.seconds
-        )
+    session: str
+    """Of the agent that requested it."""
+    call_ids: Sequence[str] = ()
+    """Of its calls, as the client got them."""
 
 
-class Captured:
-    """One episode; implements `conversation.Conversation` for the engine and `endpoint.Line` for the harness's requests.
+class HarnessEpisode:
+    """One episode; implements `conversation.Conversation` for the engine and `endpoint.Session` for the harness's requests.
 
     Threads of the engine and of the endpoint use it at once: changes are made under its lock, futures are resolved outside of it.
     """
 
-    def __init__(self, world: CapturedWorld, prompt: Prompt, index: int, seed: int) -> None:
-        self.world, self.prompt, self.index, self.seed = world, prompt, index, seed
+    def __init__(self, world: HarnessWorld, stream: Stream, seed: int) -> None:
+        self.world, self.stream, self.seed = world, stream, seed
         self.id = secrets.token_urlsafe(18)
-        self.speech, self.memory = world.speech, Memory(world.speech, world.limits.past)
+        self.codec, self._served = world.codec, ServedTurns(world.codec, stream, world.limits.past)
         self._lock = threading.RLock()
         self._next: Future[Reply] | None = None
         """What the engine waits for."""
-        self._waiting: deque[_Request] = deque()
-        self._drawing: _Request | None = None
-        self._stream = prompt.tokens
-        """Everything that the policy has before it, or has written."""
-        self._length = 0
-        """Tokens of the completion."""
-        self._turns: list[_Turn] = []
+        self._waiting: deque[_TurnRequest] = deque()
+        self._drawing: _TurnRequest | None = None
+        self._drawn: list[_Drawn] = []
+        """One of each turn of the stream."""
         self._messages: tuple[Mapping[str, Any], ...] = ()
         self._over: Finish | None = None
         self._reward: float | None = None
@@ -242,21 +227,20 @@ class Captured:
         self.world.want(self)
         return first
 
-    def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
+    def answer(self) -> Future[Reply]:
         """Give the turn to the request that waits for it; done when the harness asks for its next one."""
         with self._lock:
-            end = self._length + len(tokens)
-            self._turns.append(_Turn(self._length, end, finish, time.monotonic()))
-            self._length, self._stream = end, np.concatenate([self._stream, np.asarray(tokens, dtype=np.int64)])
+            stream, turn = self.stream, self.stream.turns[-1]
             request, self._drawing = self._drawing, None
-            self._turns[-1].session = "" if request is None else request.asked.session
+            self._drawn.append(_Drawn(time.monotonic(), "" if request is None else request.sampling.session))
             if not self._waiting:
                 self._since = time.monotonic()
-            drawn = SampledTokens(list(tokens), list(logp), finish, version, len(self._turns) - 1)
+            tokens, logp = stream.tokens[turn.begin : turn.end], stream.logp[turn.begin : turn.end]
+            sampled = SampledTokens(tokens, logp, turn.finish, stream.version[-1] if tokens else 0, len(self._drawn) - 1)
             following = self._next = Future()
             resolved = self._advance()
         if request is not None:
-            request.drawn.set_result([drawn])
+            request.sampled.set_result(sampled)
         _resolve(resolved)
         return following
 
@@ -273,21 +257,23 @@ class Captured:
         self.world.forget(self)
         self._break_off(None)
         with self._lock:
-            if self._failure and self._turns:
-                self._turns[-1].answer = self._turns[-1].answer or self._failure
+            turns = self.stream.turns
+            if self._failure and turns and not turns[-1].answer:
+                turns[-1] = replace(turns[-1], answer=self._failure)
             return Episode(
-                turns=tuple(turn.record() for turn in self._turns),
+                turns=tuple(turns),
                 messages=self._messages,
+                branches=tuple(self.stream.branches),
                 reward=self._reward,
                 environment=self.world.name,
                 traces=self._traces(),
             )
 
     def _traces(self) -> tuple[Trace, ...]:
-        """The traces whose turns were asked for here."""
+        """The traces whose turns were drawn here."""
         turns: dict[str, list[int]] = {}
-        for place, turn in enumerate(self._turns):
-            turns.setdefault(turn.session, []).append(place)
+        for place, drawn in enumerate(self._drawn):
+            turns.setdefault(drawn.session, []).append(place)
         named = ((turns.get(session), agent, reward) for session, (agent, reward) in self._rewards.items())
         return tuple(Trace(agent=agent, turns=tuple(places), reward=reward) for places, agent, reward in named if places)
 
@@ -302,11 +288,17 @@ class Captured:
             self.world.ended(self, None)
             return
         base = f"{self.world.endpoint.url}/episodes/{self.id}/v1"
-        errand = Errand(
-            id=self.id, row=self.prompt.row, base_url=base, api_key=self.id, model=MODEL, index=self.index, seed=self.seed
+        request = EpisodeRequest(
+            id=self.id,
+            row=self.stream.prompt.row,
+            base_url=base,
+            api_key=self.id,
+            model=MODEL,
+            index=self.stream.index,
+            seed=self.seed,
         )
         try:
-            stop = harness.start(errand, self._finished)
+            stop = harness.start(request, self._finished)
         except Exception as error:  # somebody else's code
             self._finished(None, f"{type(error).__name__}: {error}")
             return
@@ -326,7 +318,8 @@ class Captured:
         with self._lock:
             self._rewards = dict(traces) if self._over is None else self._rewards
             full = self._full
-            if full is None and self._turns and self._turns[-1].finish is Finish.LENGTH and self._room() < 1:
+            turns = self.stream.turns
+            if full is None and turns and turns[-1].finish is Finish.LENGTH and self._room(self.stream.size) < 1:
                 full = Finish.LENGTH
         self.end(reward, full or (Finish.ERROR if failure else Finish.DONE), "" if full else failure)
 
@@ -352,17 +345,17 @@ class Captured:
         if late:
             self.end(None, Finish.DEADLINE, f"the harness took more than {self.world.limits.seconds:g} s")
 
-    def ask(self, request: ChatRequest) -> Asking:
+    def render(self, request: ChatRequest) -> RenderedRequest:
         """What the next turn is drawn behind.  Raises Refused for sampling that differs from the run's."""
-        request.asked.check_against(self.world.limits.sampling)
-        return self.memory.ask(request)
+        request.sampling.check_against(self.world.limits.sampling)
+        return self._served.render(request)
 
-    def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[SampledTokens]]:
+    def draw(
+        self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None
+    ) -> Future[SampledTokens]:
         """Queue the request for the engine.  Raises Refused for other sampling than the run's, or an episode that is over."""
-        asked.check_against(self.world.limits.sampling)
-        if asked.count > 1:
-            raise Refused(f"n is {asked.count}: an episode has one next turn", param="n")
-        request = _Request(context, asked, asking)
+        sampling.check_against(self.world.limits.sampling)
+        request = _TurnRequest(context, sampling, rendered)
         with self._lock:
             if self._over is not None:
                 raise self._refusal()
@@ -371,22 +364,26 @@ class Captured:
             self._waiting.append(request)
             resolved = self._advance()
         _resolve(resolved)
-        return request.drawn
+        return request.sampled
 
-    def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens) -> Told:
+    def respond(self, request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens) -> ChatResponse:
         """The turn as a message, with its calls noted for the record."""
-        told = self.memory.tell(request, asking, drawn, self.world.limits.sampling.stop)
+        response = self._served.respond(request, rendered, sampled, self.world.limits.sampling.stop)
         with self._lock:
-            turn = self._turns[drawn.turn]
-            turn.call_ids = [call.id for call in told.said.calls]
-            turn.calls = [
-                ToolCall(name=call.name, arguments=_json_of(told, call.id), result="", seconds=0.0)
-                if isinstance(call, Call)
-                else ToolCall(name="", arguments=call.text, result="", seconds=0.0, failure="unreadable")
-                for call in told.said.calls
-            ]
-            self._messages = (*request.messages, told.message)
-        return told
+            calls, turn = response.parsed.calls, self.stream.turns[sampled.turn]
+            self._drawn[sampled.turn].call_ids = [call.id for call in calls]
+            self.stream.turns[sampled.turn] = replace(
+                turn,
+                finish=Finish.TOOL_CALLS if calls and turn.finish is not Finish.LENGTH else turn.finish,
+                calls=tuple(
+                    ToolCall(name=call.name, arguments=_json_of(response, call.id), result="", seconds=0.0)
+                    if isinstance(call, ParsedCall)
+                    else ToolCall(name="", arguments=call.text, result="", seconds=0.0, failure="unreadable")
+                    for call in calls
+                ),
+            )
+            self._messages = (*request.messages, response.message)
+        return response
 
     # ---- inside; the lock is held --------------------------------------------------------------------------------------------
 
@@ -396,17 +393,17 @@ class Captured:
             return None
         reply: Reply | EnvironmentFailure | None = None
         if self._over is not None:
-            reply = Reply(EMPTY, finish=self._over)
+            reply = Reply(NOTHING, finish=self._over)
             if self._failure and self.world.hopeless():
                 reply = EnvironmentFailure(f"the first {HOPELESS} episodes failed, the last one so: {self._failure}")
         while reply is None and self._waiting:
             request = self._waiting.popleft()
-            if not request.drawn.set_running_or_notify_cancel():
+            if not request.sampled.set_running_or_notify_cancel():
                 continue
             try:
                 reply = self._reply(request)
             except Refused as refused:
-                request.drawn.set_exception(refused)
+                request.sampled.set_exception(refused)
                 continue
             self._drawing = request
         if reply is None:
@@ -416,62 +413,55 @@ class Captured:
         following, self._next = self._next, None
         return following, reply
 
-    def _reply(self, request: _Request) -> Reply:
+    def _reply(self, request: _TurnRequest) -> Reply:
         """The reply with which the engine continues for a request.  Raises Refused where there is no room for a turn."""
-        context, stream, limits = request.context, self._stream, self.world.limits
-        first = not self._turns
+        context, stream, limits, first = request.context, self.stream.ids(), self.world.limits, not self.stream.turns
         follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
         # Before the first turn nothing is appended: what the harness begins with is context, not part of the completion.
         follows = follows and (context.size == stream.size or not first)
-        new = context[stream.size :] if follows else EMPTY
-        room = self._room(new.size, context.size)
-        if limits.turns is not None and len(self._turns) >= limits.turns:
+        new = context[stream.size :] if follows else NOTHING
+        room = self._room(context.size, new.size)
+        if limits.turns is not None and len(self.stream.turns) >= limits.turns:
             self._full = Finish.TURNS
             raise self._refusal()
         if room < 1:
             self._full = Finish.LENGTH
             raise Refused(
                 f"no room for a turn: its context has {context.size} tokens of {limits.context}, and the episode "
-                f"{self._length + new.size} of {limits.sampling.max_new_tokens}",
+                f"{len(self.stream.tokens) + new.size} of {limits.sampling.max_new_tokens}",
                 code="context_length_exceeded",
             )
-        self._hear(request, new)
-        self._length += new.size
-        self._stream = context
-        limit = request.asked.max_tokens
+        self._note_answer(request, new)
+        limit = request.sampling.max_tokens
         return Reply(new, context=None if follows else context, limit=limit if limit is not None and limit < room else None)
 
-    def _room(self, new: int = 0, context: int | None = None) -> int:
-        """Tokens that the next turn may have, behind so many that are appended."""
+    def _room(self, context: int, new: int = 0) -> int:
+        """Tokens that the next turn may have behind a context, of which so many are new."""
         limits = self.world.limits
-        size = self._stream.size + new if context is None else context
-        return min(limits.sampling.max_new_tokens - self._length - new, limits.context - size)
+        return min(limits.sampling.max_new_tokens - len(self.stream.tokens) - new, limits.context - context)
 
-    def _hear(self, request: _Request, new: np.ndarray) -> None:
+    def _note_answer(self, request: _TurnRequest, new: np.ndarray) -> None:
         """Record the messages that answered the last turn."""
-        asking = request.asking
-        which = len(self._turns) - 1 if asking is None else asking.after
-        if which is None or which < 0:
+        rendered, turns = request.rendered, self.stream.turns
+        which = len(turns) - 1 if rendered is None else rendered.after
+        if which is None or which < 0 or turns[which].answer:  # the harness continues from it a second time
             return
-        turn = self._turns[which]
-        if turn.answer:
-            return  # the harness continues from it a second time
-        turn.seconds = time.monotonic() - turn.written
-        if asking is None:
-            turn.answer = self.speech.decode(new.tolist())
+        turn, drawn = turns[which], self._drawn[which]
+        seconds = time.monotonic() - drawn.at
+        if rendered is None:
+            turns[which] = replace(turn, seconds=seconds, answer=self.codec.decode(new.tolist()))
             return
-        turn.answer = "\n".join(str(message["content"]) for message in asking.news)
-        results = {message.get("tool_call_id"): str(message["content"]) for message in asking.news if message["role"] == "tool"}
-        turn.calls = [
-            ToolCall(
-                name=call.name,
-                arguments=call.arguments,
-                result=results.get(name, call.result),
-                seconds=turn.seconds,
-                failure=call.failure,
-            )
-            for name, call in zip(turn.call_ids, turn.calls, strict=True)
-        ]
+        results = {message.get("tool_call_id"): str(message["content"]) for message in rendered.new_messages
+                   if message["role"] == "tool"}  # fmt: skip
+        turns[which] = replace(
+            turn,
+            seconds=seconds,
+            answer="\n".join(str(message["content"]) for message in rendered.new_messages),
+            calls=tuple(
+                replace(call, result=results.get(name, call.result), seconds=seconds)
+                for name, call in zip(drawn.call_ids, turn.calls, strict=True)
+            ),
+        )
 
     # ---- inside --------------------------------------------------------------------------------------------------------------
 
@@ -484,10 +474,10 @@ class Captured:
             return Refused("the episode has no room for another turn", code="context_length_exceeded")
         return Refused(f"the episode is over: {self._over}", HTTPStatus.GONE, code="episode_over")
 
-    def _refuse(self, requests: Sequence[_Request]) -> None:
+    def _refuse(self, requests: Sequence[_TurnRequest]) -> None:
         for request in requests:
-            if request.drawn.running() or request.drawn.set_running_or_notify_cancel():
-                request.drawn.set_exception(self._refusal())
+            if request.sampled.running() or request.sampled.set_running_or_notify_cancel():
+                request.sampled.set_exception(self._refusal())
 
     def _break_off(self, failure: str | None) -> None:
         """Stop the harness; the next one that waits may start."""
@@ -500,16 +490,16 @@ class Captured:
             self.world.ended(self, failure)
 
 
-def _json_of(told: Told, name: str) -> str:
+def _json_of(response: ChatResponse, name: str) -> str:
     """The arguments of a call, as the client got them."""
-    return next(call["function"]["arguments"] for call in told.message["tool_calls"] if call["id"] == name)
+    return next(call["function"]["arguments"] for call in response.message["tool_calls"] if call["id"] == name)
 
 
 def _resolve(resolved: tuple[Future[Reply], Reply | EnvironmentFailure] | None) -> None:
     if resolved is None:
         return
-    future, found = resolved
-    if isinstance(found, EnvironmentFailure):
-        future.set_exception(found)
+    future, reply = resolved
+    if isinstance(reply, EnvironmentFailure):
+        future.set_exception(reply)
     else:
-        future.set_result(found)
+        future.set_result(reply)

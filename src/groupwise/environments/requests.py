@@ -76,8 +76,8 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The sampling parameters of a request; None: as the server samples."""
+class SamplingRequest:
+    """The sampling parameters of a request; None: as the run samples."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -85,22 +85,8 @@ class Asked:
     min_p: float | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    seed: int | None = None
-    count: int = 1
-    """Completions."""
     session: str = ""
-    """Which of an episode's agents asks, where several share it."""
-
-    def sampling(self, most: int) -> Sampling:
-        """The same as a `Sampling`; parameters left out have no effect.  most: tokens of a completion without a limit."""
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            max_new_tokens=most if self.max_tokens is None else self.max_tokens,
-            stop=self.stop,
-        )
+    """Which of an episode's agents sent it, where several share it."""
 
     def check_against(self, sampling: Sampling) -> None:
         """Raises Refused if it asks for another distribution than the run samples from: what was sampled is what is scored."""
@@ -126,7 +112,7 @@ class TokenRequest:
 
     context: np.ndarray
     """int64 (c,), c >= 1."""
-    asked: Asked
+    sampling: SamplingRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -137,7 +123,7 @@ class ChatRequest:
     """As a chat template takes them: text in `content`, arguments of calls as objects."""
     keys: tuple[str, ...]
     """What tells the messages apart, one for each; see `message_key`."""
-    asked: Asked
+    sampling: SamplingRequest
     model: str
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -155,7 +141,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A completion, or a turn of an episode, as it was sampled."""
+    """A turn of an episode, as it was sampled."""
 
     tokens: Sequence[int]
     logp: Sequence[float]
@@ -192,30 +178,25 @@ def read_token_request(body: Mapping[str, Any], *, vocabulary: int, eos_ids: Seq
     if drawn.get("allowed_token_ids") not in (None, list(range(vocabulary))):
         raise Refused("all tokens of the vocabulary are drawn from: leave allowed_token_ids out", param="allowed_token_ids")
     _integer(drawn, "logprobs", 0, 1)  # of the drawn token; no others are known
-    return TokenRequest(np.asarray(ids, dtype=np.int64), _asked(drawn, drawn.get("max_tokens"), "max_tokens", session))
+    return TokenRequest(np.asarray(ids, dtype=np.int64), _sampling(drawn, drawn.get("max_tokens"), "max_tokens", session))
 
 
-def token_answer(name: str, completions: Sequence[SampledTokens]) -> dict[str, Any]:
+def token_answer(name: str, sampled: SampledTokens) -> dict[str, Any]:
     """What `POST /inference/v1/generate` answers.  name: of the request."""
-    return {
-        "request_id": name,
-        "choices": [
-            {
-                "index": index,
-                "token_ids": [int(token) for token in one.tokens],
-                "finish_reason": "length" if one.finish is Finish.LENGTH else "stop",
-                "stop_reason": None,
-                "logprobs": {
-                    "content": [
-                        {"token": f"token_id:{int(token)}", "logprob": float(logp), "token_id": int(token), "top_logprobs": []}
-                        for token, logp in zip(one.tokens, one.logp, strict=True)
-                    ]
-                },
-                "weight_versions": [{"version": str(one.version), "start": 0, "end": len(one.tokens)}],
-            }
-            for index, one in enumerate(completions)
-        ],
+    choice = {
+        "index": 0,
+        "token_ids": [int(token) for token in sampled.tokens],
+        "finish_reason": "length" if sampled.finish is Finish.LENGTH else "stop",
+        "stop_reason": None,
+        "logprobs": {
+            "content": [
+                {"token": f"token_id:{int(token)}", "logprob": float(logp), "token_id": int(token), "top_logprobs": []}
+                for token, logp in zip(sampled.tokens, sampled.logp, strict=True)
+            ]
+        },
+        "weight_versions": [{"version": str(sampled.version), "start": 0, "end": len(sampled.tokens)}],
     }
+    return {"request_id": name, "choices": [choice]}
 
 
 # ---- messages ----------------------------------------------------------------------------------------------------------------
@@ -238,7 +219,7 @@ def read_chat_request(body: Mapping[str, Any], *, session: str = "") -> ChatRequ
     return ChatRequest(
         messages=tuple(_for_template(message, names) for message in read),
         keys=keys,
-        asked=_asked(body, body.get(limit), limit, session),
+        sampling=_sampling(body, body.get(limit), limit, session),
         model=str(body.get("model") or ""),
         tools=_tools(body.get("tools")),
         variables=variables,
@@ -357,21 +338,21 @@ def _no_others(
             raise Refused(f"{name} is {json.dumps(value)[:80]}, which cannot be served here: leave it out", param=name)
 
 
-def _asked(body: Mapping[str, Any], limit: Any, named: str, session: str) -> Asked:
+def _sampling(body: Mapping[str, Any], limit: Any, named: str, session: str) -> SamplingRequest:
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
         raise Refused("stop must be a string or a list of strings, none of them empty", param="stop")
-    top_k = _integer(body, "top_k", -1)
-    return Asked(
+    top_k, _ = _integer(body, "top_k", -1), _integer(body, "seed", -(1 << 63), (1 << 64) - 1)
+    if (_integer(body, "n", 1, 1024) or 1) > 1:
+        raise Refused(f"n is {body['n']}: an episode has one next turn", param="n")
+    return SamplingRequest(
         temperature=_number(body, "temperature", *TEMPERATURES, zero=True),
         top_k=0 if top_k == -1 else top_k,  # vLLM writes -1 for all
         top_p=_number(body, "top_p", SMALLEST, 1.0),
         min_p=_number(body, "min_p", 0.0, 1.0),
         max_tokens=_integer({named: limit}, named, 1),
         stop=tuple(stops),
-        seed=_integer(body, "seed", -(1 << 63), (1 << 64) - 1),
-        count=_integer(body, "n", 1, 1024) or 1,
         session=session,
     )
 

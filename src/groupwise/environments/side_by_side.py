@@ -12,7 +12,7 @@ from typing import Any
 from groupwise.utils.process_main import told
 
 
-class Loop:
+class CallLoop:
     """The event loop of an `Instance`: kept, so that sessions, locks and semaphores stay valid."""
 
     def __init__(self) -> None:

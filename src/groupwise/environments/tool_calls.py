@@ -25,7 +25,7 @@ CallForm = Literal["json", "xml", "bare", "channels"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A call that can be carried out, if there is such a tool."""
 
     name: str
@@ -46,13 +46,13 @@ class BrokenCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedTurn:
     """A turn of the policy, taken apart."""
 
     content: str
     """What is neither reasoning nor a call."""
     reasoning: str | None
-    calls: tuple[Call | BrokenCall, ...]
+    calls: tuple[ParsedCall | BrokenCall, ...]
     written: str
     """The content with the text of every call that cannot be read, where it stands."""
 
@@ -61,7 +61,7 @@ class Said:
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
             for call in self.calls
-            if isinstance(call, Call)
+            if isinstance(call, ParsedCall)
         ]
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
@@ -84,7 +84,7 @@ def form_of(chat_template: str) -> CallForm | None:
     return "bare" if re.search(r'"parameters\\?"', chat_template) and "ipython" in chat_template else None
 
 
-def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None) -> Said:
+def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None) -> ParsedTurn:
     """Content, reasoning and calls of one turn.
 
     thinking: the prompt ended inside a think block, which the turn continues with.
@@ -104,10 +104,10 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
         known = {name: _kinds_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None}
         content, written, found = _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
     calls = tuple(
-        BrokenCall(one.why, one.text, f"call_{i}") if isinstance(one, _Broken) else Call(*one, f"call_{i}")
+        BrokenCall(one.why, one.text, f"call_{i}") if isinstance(one, _Broken) else ParsedCall(*one, f"call_{i}")
         for i, one in enumerate(found)
     )
-    return Said(content, reasoning, calls, written)
+    return ParsedTurn(content, reasoning, calls, written)
 
 
 # ---- reasoning ---------------------------------------------------------------------------------------------------------------
@@ -121,6 +121,11 @@ def split_thinking(text: str, thinking: bool) -> tuple[str | None, str]:
     body = text.lstrip().removeprefix("<think>") if opened else text
     reasoning, _, rest = body.partition("</think>")
     return reasoning.strip("\n"), rest
+
+
+def opens_thinking(text: str) -> bool:
+    """True if a prompt ends inside a think block, which the next turn continues."""
+    return text.rstrip().endswith("<think>")
 
 
 # ---- <tool_call> -------------------------------------------------------------------------------------------------------------

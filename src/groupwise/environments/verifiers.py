@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from groupwise.environments.endpoint import Desk
-from groupwise.environments.harness import Errand, Finished, void
+from groupwise.environments.endpoint import EpisodeQueue
+from groupwise.environments.harness import EpisodeRequest, Finished, void
 from groupwise.errors import ConfigError
 from groupwise.utils.event_loop import EventLoop
 
@@ -33,7 +33,7 @@ START = 120.0
 class VerifiersHarness:
     """Implements `harness.Harness`: one environment of verifiers, and an event loop on which its episodes are played."""
 
-    desk: Desk | None = None
+    episodes: EpisodeQueue | None = None
 
     def __init__(self, name: str, given: Mapping[str, Any] | None = None) -> None:
         """name: of an installed taskset.   given: what verifiers' `[env]` holds beside it: `taskset`, `agent`, `timeout` ...
@@ -65,25 +65,25 @@ class VerifiersHarness:
             raise ConfigError(f"environment.verifiers {self.name!r}: its tasks cannot be read: {error}") from error
         return [{"prompt": task.data.prompt_text or self.name, "task": place} for place, task in enumerate(self._tasks)]
 
-    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
         """Play the task of the row on the event loop.  Raises ValueError for a row of another taskset."""
-        place = errand.row.get("task")
+        place = request.row.get("task")
         if not isinstance(place, int) or not 0 <= place < len(self._tasks):
             raise ValueError(
                 f"the column task holds {place!r}: the rows must be those of the taskset, which has {len(self._tasks)}"
             )
-        play = self._running().begin(self._play(self._tasks[place], errand, finished))
+        play = self._running().begin(self._play(self._tasks[place], request, finished))
         return lambda: void(play.cancel())
 
-    async def _play(self, task: Any, errand: Errand, finished: Finished) -> None:
+    async def _play(self, task: Any, request: EpisodeRequest, finished: Finished) -> None:
         try:
             vf = _library()
             from verifiers.v1.configs.client import EvalClientConfig  # pyright: ignore[reportMissingImports]
 
-            root = errand.base_url[: errand.base_url.index("/episodes/")]
+            root = request.base_url[: request.base_url.index("/episodes/")]
             client = EvalClientConfig(base_url=f"{root}/v1", api_key_var=KEY)
             # verifiers keeps one client for each address, so all episodes share one and are told apart by their model's name.
-            context = vf.ModelContext(model=errand.id, client=client)
+            context = vf.ModelContext(model=request.id, client=client)
             (slot,) = self.environment.slots(task)
             reward, failure, traces = worth(await self.environment.run_slot(slot, context))
         except asyncio.CancelledError:

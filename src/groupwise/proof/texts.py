@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from groupwise.environments.conversation import Reply
+from groupwise.environments.conversation import Reply, Stream
 from groupwise.models import recurrence, rope
 from groupwise.models.loading import WINDOWS
 from groupwise.models.masks import ATTRIBUTE, Reach
@@ -21,7 +21,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import readout, reads_tokens
 from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.proof.passes import Text
-from groupwise.records import Episode, Finish, Prompt, Rollout, Sample, Sampling, Turn
+from groupwise.records import Episode, Finish, Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
@@ -183,38 +183,34 @@ class _Talkative:
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
 
-    def begin(self, prompt: Prompt, index: int, *, seed: int) -> _ScriptedWorld:
+    def begin(self, stream: Stream, *, seed: int) -> _RandomReplies:
         """A conversation whose observations are random tokens."""
-        return _ScriptedWorld(self.vocabulary, np.random.default_rng((prompt.tokens.size, index, seed)))
+        rng = np.random.default_rng((stream.prompt.tokens.size, stream.index, seed))
+        return _RandomReplies(self.vocabulary, stream, rng)
 
     def close(self) -> None:
         """Nothing was started."""
 
 
-class _ScriptedWorld:
+class _RandomReplies:
     """A conversation with it."""
 
-    def __init__(self, vocabulary: int, rng: np.random.Generator) -> None:
-        self.vocabulary, self.rng = vocabulary, rng
-        self.turns: list[Turn] = []
-        self.tokens = 0
+    def __init__(self, vocabulary: int, stream: Stream, rng: np.random.Generator) -> None:
+        self.vocabulary, self.stream, self.rng = vocabulary, stream, rng
 
     def open(self) -> Future[Reply]:
         """No tokens before the first turn."""
         return self._reply(0)
 
-    def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
+    def answer(self) -> Future[Reply]:
         """Up to four random tokens."""
-        self.turns.append(Turn(begin=self.tokens, end=self.tokens + len(tokens), finish=finish))
-        self.tokens += len(tokens)
         return self._reply(int(self.rng.integers(0, 5)))
 
     def close(self, finish: Finish) -> Episode:
         """The turns as they were drawn."""
-        return Episode(turns=tuple(self.turns))
+        return Episode(turns=tuple(self.stream.turns))
 
     def _reply(self, n: int) -> Future[Reply]:
-        self.tokens += n
         reply: Future[Reply] = Future()
         reply.set_result(Reply(tokens=self.rng.integers(0, self.vocabulary, size=n), limit=int(self.rng.integers(1, 4))))
         return reply

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.environments.conversation import World
+from groupwise.environments.conversation import EpisodeWorld
 from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
@@ -42,7 +42,7 @@ class MixedEngine(InProcess):
         *,
         max_rows: int = 256,
         keep_special_tokens: bool = False,
-        world: World | None = None,
+        world: EpisodeWorld | None = None,
     ) -> None:
         """mix: share of the teacher, above 0 and below 1.   Raises EngineError for another, and for a world."""
         if world is not None:

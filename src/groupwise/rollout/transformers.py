@@ -34,13 +34,13 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from groupwise.environments.conversation import World
+from groupwise.environments.conversation import EpisodeWorld, Stream
 from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting, make_rollout
-from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations, await_one
+from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Conversations, await_one
 from groupwise.rollout.stopping import Stopping
 
 
@@ -49,7 +49,7 @@ class TransformersEngine(InProcess):
     same completions."""
 
     def __init__(
-        self, policy: Policy, *, max_rows: int = 256, keep_special_tokens: bool = False, world: World | None = None
+        self, policy: Policy, *, max_rows: int = 256, keep_special_tokens: bool = False, world: EpisodeWorld | None = None
     ) -> None:
         """world: that answers the turns of completions; the caller closes it."""
         if max_rows < 1:
@@ -109,13 +109,13 @@ class TransformersEngine(InProcess):
     def _episodes(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> Iterator[tuple[Rollout, ...]]:
         """Turn by turn: whichever conversation has been answered is next."""
         unbegun = deque(
-            Completion(prompt, index, completion_limit(self.policy, prompt, sampling))
+            Stream(prompt, index, completion_limit(self.policy, prompt, sampling))
             for prompt in prompts
             for index in range(group_size)
         )
-        listening: list[Completion] = []
+        listening: list[Stream] = []
         groups: dict[str, dict[int, Rollout]] = {prompt.id: {} for prompt in prompts}
-        caches: dict[Completion, tuple[np.ndarray | None, Any]] = {}
+        caches: dict[Stream, tuple[np.ndarray | None, Any]] = {}
         with Conversations(self.policy, self.world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations:
             while unbegun or listening:
                 while unbegun and conversations.open < CONVERSATIONS_PER_ROW * self.max_rows:
@@ -139,7 +139,7 @@ class TransformersEngine(InProcess):
                 if len(group) == group_size:
                     yield tuple(group[index] for index in range(group_size))
 
-    def _turn(self, one: Completion, cache: Any, sampling: Sampling, seed: int) -> _Drawn:
+    def _turn(self, one: Stream, cache: Any, sampling: Sampling, seed: int) -> _Drawn:
         """Draw the next turn of a conversation.   cache: keys and values of what stands before it, all or the first of them."""
         ids = torch.from_numpy(one.ids())[None].to(self.policy.device)
         drawn = self._draw(ids, [one.left], sampling, f"{seed}/{one.prompt.id}/{one.index}/{one.turn}", cache)

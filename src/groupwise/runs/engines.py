@@ -12,7 +12,7 @@ from groupwise.algorithms.table import Algorithm
 from groupwise.config.engines import engine_traits
 from groupwise.config.settings import RolloutSettings
 from groupwise.data.prompts import visit
-from groupwise.environments.conversation import World
+from groupwise.environments.conversation import EpisodeWorld
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded_policy import ShardedPolicy
@@ -29,11 +29,11 @@ from groupwise.runs.plan import Lines
 from groupwise.training.mismatch import diagnose
 from groupwise.utils.imports import demand_attributes, imported, own_code
 
-Make = Callable[[Policy, RolloutSettings, World | None], Engine]
+Make = Callable[[Policy, RolloutSettings, EpisodeWorld | None], Engine]
 
 
 def _in_process(engine: Callable[..., Engine]) -> Make:
-    def make(policy: Policy, settings: RolloutSettings, world: World | None) -> Engine:
+    def make(policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None) -> Engine:
         if isinstance(policy, ShardedPolicy):
             return GatheredEngine(policy, lambda plain: make(plain, settings, world))
         return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, world=world)
@@ -41,7 +41,7 @@ def _in_process(engine: Callable[..., Engine]) -> Make:
     return make
 
 
-def _vllm(policy: Policy, settings: RolloutSettings, world: World | None) -> Engine:
+def _vllm(policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None) -> Engine:
     engine = settings.engine
     return VllmEngine(
         policy,
@@ -63,7 +63,7 @@ ENGINES: dict[str, Make] = {
 """The rollout engines that a recipe may name, beside `module:function`."""
 
 
-def make_engine(policy: Policy, settings: RolloutSettings, world: World | None = None) -> Engine:
+def make_engine(policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None = None) -> Engine:
     """The rollout engine that a recipe names.   world: who answers the policy.
 
     One's own, `module:function`, is made by `function(policy, max_rows=..., keep_special_tokens=..., **rollout.engine.args)`, with
@@ -97,7 +97,7 @@ def sampler_of(settings: RolloutSettings, sampling: Sampling, *, conversations: 
     if known is None:
         return None
 
-    def make(policy: Policy, *, max_rows: int, world: World | None) -> Engine:
+    def make(policy: Policy, *, max_rows: int, world: EpisodeWorld | None) -> Engine:
         return make_engine(policy, replace(settings, max_rows=max_rows), world)
 
     return replace(known, make=make, sampling=sampling, conversations=conversations)
@@ -106,7 +106,7 @@ def sampler_of(settings: RolloutSettings, sampling: Sampling, *, conversations: 
 def mixture(mix: float, settings: RolloutSettings) -> Sampler:
     """The same of `mixed_engine`.  A mixture of a model with itself is the model, whose two caches must agree."""
 
-    def make(policy: Policy, *, max_rows: int, world: World | None) -> Engine:
+    def make(policy: Policy, *, max_rows: int, world: EpisodeWorld | None) -> Engine:
         plain = policy.plain if isinstance(policy, ShardedPolicy) else policy
         return mixed_engine(policy, plain, mix, replace(settings, max_rows=max_rows))
 

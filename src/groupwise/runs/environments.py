@@ -17,15 +17,14 @@ from groupwise.data.sources import live_rows
 from groupwise.data.templates import Template, Tools
 from groupwise.distributed import comm
 from groupwise.environments import procedural
-from groupwise.environments.chat_tokens import Speech
-from groupwise.environments.conversation import World
-from groupwise.environments.environment import Source
-from groupwise.environments.episodes import EpisodeWorld, kind_of
+from groupwise.environments.chat_codec import ChatCodec
+from groupwise.environments.conversation import EpisodeWorld
 from groupwise.environments.harness import FunctionHarness, Harness, OutsideHarness, ProgramHarness
-from groupwise.environments.harness_episodes import CapturedWorld, Limits
+from groupwise.environments.harness_episodes import HarnessWorld, Limits
+from groupwise.environments.runtime import ToolRuntime
 from groupwise.environments.schemas import name_of
+from groupwise.environments.tool_episodes import ToolWorld
 from groupwise.environments.verifiers import VerifiersHarness
-from groupwise.environments.workers import Rooms
 from groupwise.models.loading import Blueprint
 from groupwise.records import Sampling
 from groupwise.rewards.user_functions import find_named
@@ -64,7 +63,7 @@ def _taskset(name: str, given: str) -> VerifiersHarness:
     return VerifiersHarness(name, json.loads(given))
 
 
-def make_source(settings: EnvironmentSettings) -> Source | None:
+def make_runtime(settings: EnvironmentSettings) -> ToolRuntime | None:
     """What makes the environments of a recipe; None if nobody answers.
 
     Raises ConfigError for what cannot be found or described.
@@ -77,31 +76,31 @@ def make_source(settings: EnvironmentSettings) -> Source | None:
     factories = factory if isinstance(factory, Mapping) else {"": factory} if factory else {}
     named = {f"tools.{place}": tool for place, tool in enumerate(settings.tools)}
     named |= {f"factory.{name}".rstrip("."): spec for name, spec in factories.items()}
-    given: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for key, spec in named.items():
         if isinstance(spec, Live):
-            given[str(spec)] = spec.value
+            objects[str(spec)] = spec.value
         elif spec.startswith(LIVE):
             raise missing(spec, f"environment.{key}")
-    return Rooms(
+    return ToolRuntime(
         settings.tools,
         factories,
         arguments if factories else {},
         interface=settings.interface,
-        runs=settings.runs or ("thread" if given else "process"),
-        given=given,
+        runs=settings.runs or ("thread" if objects else "process"),
+        objects=objects,
     )
 
 
-def tools_of(source: Source | None) -> Tools | None:
+def tools_of(runtime: ToolRuntime | None) -> Tools | None:
     """What the prompts of rows show: the tools of their environment, none where it has none; None if there is no environment."""
-    if source is None:
+    if runtime is None:
         return None
-    some = any(kind.schemas for kind in source.kinds.values())
-    return lambda row: kind_of(source, row, "a row").schemas if some else ()
+    some = any(kind.schemas for kind in runtime.kinds.values())
+    return lambda row: runtime.kind_of(row, "a row").schemas if some else ()
 
 
-def make_world(recipe: Recipe, blueprint: Blueprint, source: Source | None, sampling: Sampling) -> World | None:
+def make_world(recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, sampling: Sampling) -> EpisodeWorld | None:
     """What engines ask for conversations; None if nobody answers.  sampling: of the run.   Raises ConfigError."""
     settings = recipe.environment
     if settings.asks:
@@ -111,19 +110,19 @@ def make_world(recipe: Recipe, blueprint: Blueprint, source: Source | None, samp
             turns=settings.max_turns, at_once=settings.at_once, past=settings.past,
         )  # fmt: skip
         host, _, port = settings.listen.rpartition(":")
-        return CapturedWorld(
+        return HarnessWorld(
             _harness(settings),
-            Speech(blueprint.tokenizer, blueprint.eos_ids, recipe.data.chat_template_kwargs),
+            ChatCodec(blueprint.tokenizer, blueprint.eos_ids, recipe.data.chat_template_kwargs),
             limits,
             name=settings.verifiers or "",
             host=host.strip("[]"),
             port=int(port) and int(port) + comm.world().rank,  # each process has its own
             token=os.environ.get(TOKEN) or None,
         )
-    if source is None:
+    if runtime is None:
         return None
-    template = Template.build(recipe.data, blueprint.tokenizer, tools_of(source))
-    return EpisodeWorld(source, settings, template, tuple(blueprint.eos_ids))
+    template = Template.build(recipe.data, blueprint.tokenizer, tools_of(runtime))
+    return ToolWorld(runtime, settings, template, tuple(blueprint.eos_ids))
 
 
 def _harness(settings: EnvironmentSettings) -> Harness:
@@ -145,15 +144,15 @@ def _harness(settings: EnvironmentSettings) -> Harness:
     return FunctionHarness(functools.partial(function, **settings.args) if settings.args else function)
 
 
-def with_own_reward(recipe: Recipe, source: Source | None) -> Recipe:
+def with_own_reward(recipe: Recipe, runtime: ToolRuntime | None) -> Recipe:
     """The recipe with the environment's own reward, where it gives one and no reward is named."""
-    gives = recipe.environment.asks or (source is not None and any(kind.rewarded for kind in source.kinds.values()))
+    gives = recipe.environment.asks or (runtime is not None and any(kind.rewarded for kind in runtime.kinds.values()))
     if recipe.rewards or not gives:
         return recipe
     return replace(recipe, rewards=(RewardSettings(function="environment"),))
 
 
-def world_lines(recipe: Recipe, source: Source | None) -> Lines:
+def world_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
     """What answers the policy and what ends its episodes, for the plan."""
     settings = recipe.environment
     if settings.asks:
@@ -169,10 +168,10 @@ def world_lines(recipe: Recipe, source: Source | None) -> Lines:
         if settings.harness == "outside" and not os.environ.get(TOKEN):
             lines.append(("warning", f"any user of this machine can take the run's episodes and report rewards: set {TOKEN}"))
         return lines
-    if source is None:
+    if runtime is None:
         return []
     lines = []
-    for kind in source.kinds.values():
+    for kind in runtime.kinds.values():
         name = f"{kind.name} ({kind.title})" if kind.name else kind.title if kind.resets else "tools"
         acts = ", ".join(map(name_of, kind.schemas)) + (", " if kind.schemas and kind.steps else "") + ("step" * kind.steps)
         lines.append(("environment", f"{name}: {acts}" + ("; gives a reward" if kind.rewarded else "")))

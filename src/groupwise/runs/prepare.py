@@ -36,8 +36,8 @@ from groupwise.data.sources import read_rows
 from groupwise.data.templates import Tools
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm, fsdp
-from groupwise.environments.conversation import World
-from groupwise.environments.environment import Source
+from groupwise.environments.conversation import EpisodeWorld
+from groupwise.environments.runtime import ToolRuntime
 from groupwise.errors import ConfigError, DataError, Findings
 from groupwise.models.loading import Blueprint, context_length, read_blueprint, resolve_device
 from groupwise.models.lora import adapter_size
@@ -50,7 +50,7 @@ from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs.engines import sampled_elsewhere
-from groupwise.runs.environments import make_source, make_world, tools_of, with_environment_data, with_own_reward, world_lines
+from groupwise.runs.environments import make_runtime, make_world, tools_of, with_environment_data, with_own_reward, world_lines
 from groupwise.runs.plan import (
     Lines,
     Load,
@@ -172,7 +172,7 @@ class Prepared:
     algorithm: Algorithm | None
     steps: int
     plan: Lines
-    world: World | None = None
+    world: EpisodeWorld | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -203,7 +203,7 @@ class Prepared:
         demand_values(recipe)
         recipe, blueprint = modelled(with_environment_data(recipe), resume, shared=world is None, config=config)
         others = [blueprint_of(scorer, None) for scorer in scorers]
-        source = make_source(recipe.environment)
+        source = make_runtime(recipe.environment)
         with closed_on_error(*([] if source is None else [source.close])):
             recipe = with_own_reward(recipe, source)
             if is_online(recipe.objective):
@@ -216,7 +216,7 @@ class Prepared:
 
     @classmethod
     def _online(
-        cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None, source: Source | None
+        cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None, source: ToolRuntime | None
     ) -> Prepared:
         wrong = Findings()
         algorithm, prompts, lines, hints = None, None, [], []
@@ -293,7 +293,7 @@ class Prepared:
         )
 
     @classmethod
-    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None, source: Source | None) -> Prepared:
+    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None, source: ToolRuntime | None) -> Prepared:
         kind = OBJECTIVES[recipe.objective]
         wrong, rows = Findings(), None
         with wrong.of(_data_key(recipe)):
@@ -401,7 +401,7 @@ def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Sha
         yield Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32"), POSITIONS
 
 
-def _check_credit(algorithm: Algorithm, rewards: Rewards, source: Source | None) -> None:
+def _check_credit(algorithm: Algorithm, rewards: Rewards, source: ToolRuntime | None) -> None:
     """Raises ConfigError if a credit of steps has no step rewards to give out: of functions, or of an environment's turns."""
     if algorithm.needs_steps and not rewards.process and source is None:
         raise ConfigError(

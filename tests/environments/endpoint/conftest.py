@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from groupwise.data.tokenizers import byte_tokenizer
-from groupwise.environments.chat_tokens import Speech
+from groupwise.environments.chat_codec import ChatCodec
+from groupwise.environments.conversation import Stream
 from groupwise.environments.harness import FunctionHarness
-from groupwise.environments.harness_episodes import CapturedWorld, Limits
-from groupwise.records import Branch, Episode, Finish, Prompt, Sampling
+from groupwise.environments.harness_episodes import HarnessWorld, Limits
+from groupwise.records import Episode, Finish, Prompt, Sampling
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
@@ -51,24 +52,21 @@ class Played:
 
 def play(world, prompt: Prompt, script: Callable[[int], tuple[Sequence[int], Finish]], *, index: int = 0) -> Played:
     """Hold a conversation: turn k is `script(k)`; its tokens have the log-probs -0.5, -1.5, ... by their place in the turn."""
-    conversation = world.begin(prompt, index, seed=7)
-    behind, tokens, trained = list(map(int, prompt.tokens)), [], []
-    sampled, contexts, limits, branches = [], [], [], []
+    stream = Stream(prompt, index, 1 << 30)
+    conversation = world.begin(stream, seed=7)
+    sampled, behind, limits = [], [], []
     reply = conversation.open().result(WAIT)
     while reply.finish is None:
-        tokens += map(int, reply.tokens)
-        trained += [False] * reply.tokens.size
-        behind = behind + list(map(int, reply.tokens)) if reply.context is None else list(map(int, reply.context))
-        branches += [] if reply.context is None else [Branch(begin=len(tokens), context=reply.context)]
+        stream.take(reply, 3, limit=1 << 30)
         turn, finish = script(len(sampled))
-        contexts.append(behind)
+        behind.append(stream.ids().tolist())
         limits.append(reply.limit)
         sampled.append(list(turn))
-        tokens, trained, behind = tokens + list(turn), trained + [True] * len(turn), behind + list(turn)
-        logp = [-0.5 - place for place in range(len(turn))]
-        reply = conversation.answer(turn, finish, logp=logp, version=3).result(WAIT)
-    episode = replace(conversation.close(reply.finish), branches=tuple(branches))
-    return Played(tokens, trained, reply.finish, episode, sampled, contexts, limits)
+        stream.add(list(turn), [-0.5 - place for place in range(len(turn))], 3)
+        stream.end_turn(finish)
+        reply = conversation.answer().result(WAIT)
+    episode = conversation.close(reply.finish)
+    return Played(stream.tokens, stream.trained().tolist(), reply.finish, episode, sampled, behind, limits)
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +84,7 @@ def end_id(chat_tokenizer) -> int:
 
 
 @pytest.fixture
-def worlds(chat_tokenizer, end_id) -> Iterable[Callable[..., CapturedWorld]]:
+def worlds(chat_tokenizer, end_id) -> Iterable[Callable[..., HarnessWorld]]:
     """`worlds(harness, **limits)`: a world of a function, or of any harness; closed with the test."""
     made = []
 
@@ -95,7 +93,7 @@ def worlds(chat_tokenizer, end_id) -> Iterable[Callable[..., CapturedWorld]]:
         given = Limits(
             sampling=sampling or Sampling(max_new_tokens=4096), context=context, vocabulary=len(chat_tokenizer), **limits
         )
-        made.append(CapturedWorld(harness, Speech(chat_tokenizer, (end_id,)), given, name="own", token=token, host=host))
+        made.append(HarnessWorld(harness, ChatCodec(chat_tokenizer, (end_id,)), given, name="own", token=token, host=host))
         return made[-1]
 
     yield make

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from groupwise.environments.chat_tokens import Memory, Speech
+from groupwise.environments.chat_codec import ChatCodec, RenderedRequest
 from groupwise.environments.endpoint import LARGEST, Endpoint
 from groupwise.environments.requests import SampledTokens
 from groupwise.errors import ConfigError
@@ -19,24 +19,27 @@ from groupwise.records import Finish
 
 from .conftest import WAIT
 
+HEAD = b"POST %s HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n"
+TURN = "/episodes/known/v1/chat/completions"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
 
 class Echo:
-    """A line that answers every request with the same turn."""
+    """An episode that answers every request with the same turn."""
 
-    def __init__(self, speech: Speech) -> None:
-        self.speech, self.memory = speech, Memory(speech)
+    def __init__(self, codec: ChatCodec) -> None:
+        self.codec = codec
 
-    def ask(self, request):
-        return self.memory.ask(request)
+    def render(self, request):
+        ids, _ = self.codec.render(request)
+        return RenderedRequest(ids, False, request.messages, None)
 
-    def tell(self, request, asking, drawn):
-        return self.memory.tell(request, asking, drawn)
+    def respond(self, request, rendered, sampled):
+        return self.codec.read(sampled, request, rendered.thinking, ())
 
-    def draw(self, context, asked, asking=None):
+    def draw(self, context, sampling, rendered=None):
         done: Future = Future()
-        done.set_result([SampledTokens([7, self.speech.eos_ids[0]], [-0.1, -0.2], Finish.EOS, 0)])
+        done.set_result(SampledTokens([7, self.codec.eos_ids[0]], [-0.1, -0.2], Finish.EOS, 0))
         return done
 
 
@@ -46,10 +49,9 @@ def serve(chat_tokenizer, end_id):
     made = {}
 
     def make(**options) -> Endpoint:
-        lines = {None: Echo(Speech(chat_tokenizer, (end_id,))), "known": Echo(Speech(chat_tokenizer, (end_id,)))}
         settings = {"name": "m", "context": 512, "vocabulary": len(chat_tokenizer)} | options
         if (name := str(options)) not in made:
-            made[name] = Endpoint(lines.get, **settings).start()
+            made[name] = Endpoint({"known": Echo(ChatCodec(chat_tokenizer, (end_id,)))}.get, **settings).start()
         return made[name]
 
     yield make
@@ -57,7 +59,7 @@ def serve(chat_tokenizer, end_id):
         one.close()
 
 
-def ask(endpoint: Endpoint, method="POST", path="/v1/chat/completions", body=CHAT, headers=None) -> httpx.Response:
+def ask(endpoint: Endpoint, method="POST", path=TURN, body=CHAT, headers=None) -> httpx.Response:
     url = f"http://127.0.0.1:{endpoint.port}{path}"
     request = {"content": body, "headers": {"Content-Type": "application/json"} | (headers or {})}
     if not isinstance(body, bytes):
@@ -81,7 +83,7 @@ def test_the_routes_answer_in_their_forms(serve):
     assert ask(endpoint, "GET", "/v1/models").json()["data"][0]["max_model_len"] == 512
     assert ask(endpoint).json()["choices"][0]["finish_reason"] == "stop"
     assert ask(endpoint, path="/episodes/known/v1/chat/completions").status_code == 200
-    assert ask(endpoint, path="/inference/v1/generate", body={"model": "m", "token_ids": [5]}).status_code == 200
+    assert ask(endpoint, path="/episodes/known/inference/v1/generate", body={"model": "m", "token_ids": [5]}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_requests_that_cannot_be_parsed_are_refused(serve, body, said):
     ],
 )
 def test_token_requests_that_cannot_be_done_are_refused(serve, body):
-    found = ask(serve(), path="/inference/v1/generate", body=body)
+    found = ask(serve(), path="/episodes/known/inference/v1/generate", body=body)
     assert found.status_code == 400
     assert found.json()["error"]["message"]
 
@@ -194,7 +196,10 @@ def test_token_requests_that_cannot_be_done_are_refused(serve, body):
 @pytest.mark.slow
 def test_large_bodies_are_not_read(serve):
     endpoint = serve()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n" % endpoint.port
+    head = (
+        b"POST /episodes/known/v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n"
+        % endpoint.port
+    )
     assert b" 413 " in raw(endpoint, head + b"Content-Length: %d\r\n\r\n" % (LARGEST + 1)).split(b"\r\n")[0]
     assert b" 413 " in raw(endpoint, head + b"Content-Length: 99999999999999999999\r\n\r\n").split(b"\r\n")[0]
     for length in (b"-1", b"+5", b"5x", b"\xb2"):
@@ -221,18 +226,20 @@ def test_the_body_of_a_request_is_no_second_request(serve, announced):
 
 def test_two_lengths_of_a_body_are_refused(serve):
     endpoint, body = serve(), json.dumps(CHAT).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n" % endpoint.port
+    head = (
+        b"POST /episodes/known/v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n"
+        % endpoint.port
+    )
     lengths = b"Content-Length: %d\r\nContent-Length: %d\r\n\r\n" % (len(body), len(body) + 9)
     assert b" 411 " in raw(endpoint, head + lengths + body).split(b"\r\n")[0]
 
 
-def test_a_model_that_is_not_served_is_refused(serve):
-    for path, body in (("/v1/chat/completions", CHAT), ("/inference/v1/generate", {"token_ids": [5]})):
-        found = ask(serve(), path=path, body=body | {"model": "gpt-4o"})
-        assert (found.status_code, found.json()["error"]["code"]) == (404, "model_not_found")
-        assert "'gpt-4o'" in found.json()["error"]["message"]
-        assert ask(serve(), path=path, body={key: value for key, value in body.items() if key != "model"}).status_code == 200
-    assert ask(serve(), path="/episodes/known/v1/chat/completions", body=CHAT | {"model": "gpt-4o"}).status_code == 200
+def test_any_model_may_be_named_and_an_episode_is_found_by_it(serve):
+    assert ask(serve(), body=CHAT | {"model": "gpt-4o"}).status_code == 200
+    assert ask(serve(), path="/v1/chat/completions", body=CHAT | {"model": "known"}).status_code == 200
+    for model in ("gpt-4o", None):
+        found = ask(serve(), path="/v1/chat/completions", body=CHAT | {"model": model})
+        assert (found.status_code, found.json()["error"]["code"]) == (404, "episode_over")
 
 
 def test_an_answer_says_when_it_was_made(serve):
@@ -257,7 +264,7 @@ def test_unknown_addresses_and_methods_are_refused(serve):
 def test_a_connection_is_used_again(serve):
     line = http.client.HTTPConnection("127.0.0.1", serve().port, timeout=WAIT)
     for _ in range(3):
-        line.request("POST", "/v1/chat/completions", json.dumps(CHAT), {"Content-Type": "application/json"})
+        line.request("POST", TURN, json.dumps(CHAT), {"Content-Type": "application/json"})
         answer = line.getresponse()
         assert answer.status == 200
         answer.read()
@@ -270,14 +277,17 @@ def test_a_request_whose_client_has_gone_is_not_begun(serve, chat_tokenizer, end
     asked, waiting = threading.Event(), Future()
 
     class Slow(Echo):
-        def draw(self, context, asked_for, asking=None):
+        def draw(self, context, sampling, rendered=None):
             asked.set()
             return waiting
 
-    slow = Slow(Speech(chat_tokenizer, (end_id,)))
-    endpoint = Endpoint({None: slow}.get, name="m", context=9, vocabulary=9).start()
+    slow = Slow(ChatCodec(chat_tokenizer, (end_id,)))
+    endpoint = Endpoint({"known": slow}.get, name="m", context=9, vocabulary=9).start()
     body = json.dumps(CHAT).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n" % endpoint.port
+    head = (
+        b"POST /episodes/known/v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n"
+        % endpoint.port
+    )
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=WAIT) as line:
         line.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert asked.wait(WAIT)
@@ -296,26 +306,29 @@ def test_many_wait_at_once(serve, chat_tokenizer, end_id):
     lock = threading.Lock()
 
     class Gate(Echo):
-        def draw(self, context, asked_for, asking=None):
+        def draw(self, context, sampling, rendered=None):
             with lock:
                 gate.append(Future())
                 return gate[-1]
 
-    endpoint = Endpoint({None: Gate(Speech(chat_tokenizer, (end_id,)))}.get, name="m", context=9, vocabulary=9).start()
+    endpoint = Endpoint({"known": Gate(ChatCodec(chat_tokenizer, (end_id,)))}.get, name="m", context=9, vocabulary=9).start()
     body = json.dumps({"token_ids": [1]}).encode()
-    head = b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n" % endpoint.port
-    lines = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=WAIT) for _ in range(600)]
-    for line in lines:
+    head = (
+        b"POST /episodes/known/inference/v1/generate HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n"
+        % endpoint.port
+    )
+    connections = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=WAIT) for _ in range(600)]
+    for line in connections:
         line.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     for _ in range(600):
-        if len(gate) == len(lines):
+        if len(gate) == len(connections):
             break
         threading.Event().wait(0.1)
     threading.Event().wait(1.0)  # longer than a look at whether the clients are there
     for one in gate:
         assert not one.cancelled()
-        one.set_result([SampledTokens([1], [-0.5], Finish.LENGTH, 0)])
-    for line in lines:
+        one.set_result(SampledTokens([1], [-0.5], Finish.LENGTH, 0))
+    for line in connections:
         assert line.recv(4096).startswith(b"HTTP/1.1 200")
         line.close()
     endpoint.close()

@@ -19,7 +19,7 @@ from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.ops.attention import Query, Reach
 from groupwise.ops.cpu import kernels
-from groupwise.records import Episode, Finish, Prompt, Sampling, Turn
+from groupwise.records import Episode, Finish, Prompt, Sampling
 from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.attention import Extend, Prefill
 from groupwise.rollout.native.engine import NativeEngine
@@ -233,8 +233,8 @@ class Clocked:
         self.now = self.idle = self.longest = 0
         self.coming = []
 
-    def begin(self, prompt, index, *, seed):
-        return Timed(self, index)
+    def begin(self, stream, *, seed):
+        return Timed(self, stream)
 
     def later(self, reply, due):
         said = Future()
@@ -263,29 +263,25 @@ class Clocked:
 class Timed:
     """One of its episodes: turns of given lengths."""
 
-    def __init__(self, world, index):
-        self.world, self.index, self.turns, self.told = world, index, [], 0
+    def __init__(self, world, stream):
+        self.world, self.stream = world, stream
 
     def reply(self):
-        new = np.full(3 if self.turns else 0, 5)
-        self.told += new.size
-        self.asked = self.world.now
-        return Reply(new, limit=self.world.length(self.index, len(self.turns)))
+        self.began, turns = self.world.now, len(self.stream.turns)
+        return Reply(np.full(3 if turns else 0, 5), limit=self.world.length(self.stream.index, turns))
 
     def open(self):
         return self.world.later(self.reply(), 0)
 
-    def answer(self, tokens, finish, *, logp, version):
-        assert finish is Finish.LENGTH
-        self.world.longest = max(self.world.longest, self.world.now - self.asked)
-        self.turns.append(Turn(begin=self.told, end=self.told + len(tokens), finish=finish))
-        self.told += len(tokens)
-        if len(self.turns) == self.world.turns:
+    def answer(self):
+        assert self.stream.turns[-1].finish is Finish.LENGTH
+        self.world.longest = max(self.world.longest, self.world.now - self.began)
+        if len(self.stream.turns) == self.world.turns:
             return self.world.later(Reply(np.zeros(0, np.int64), finish=Finish.TURNS), 0)
         return self.world.later(self.reply(), self.world.now + self.world.seconds)
 
     def close(self, finish):
-        return Episode(turns=tuple(self.turns))
+        return Episode(turns=tuple(self.stream.turns))
 
 
 def clocked(world, policy_of, monkeypatch):

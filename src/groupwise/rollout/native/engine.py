@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.environments.conversation import World
+from groupwise.environments.conversation import EpisodeWorld, Stream
 from groupwise.errors import EngineError
 from groupwise.models.attention import Attend
 from groupwise.models.policy import Policy
@@ -32,7 +32,7 @@ from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
-from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations, await_one
+from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Conversations, await_one
 from groupwise.rollout.native.attention import Extend, Prefill, whole
 from groupwise.rollout.native.decode import ManyTokens, TokenDecode, chunks_of
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
@@ -78,7 +78,9 @@ class NativeEngine(InProcess):
     """Implements `engine.Engine`.  A completion depends on (weights, seed, prompt, index, sampling) only, whatever runs beside it
     (up to rounding: products over different numbers of rows may differ in the last bit)."""
 
-    def __init__(self, policy: Policy, *, max_rows: int, keep_special_tokens: bool = False, world: World | None = None) -> None:
+    def __init__(
+        self, policy: Policy, *, max_rows: int, keep_special_tokens: bool = False, world: EpisodeWorld | None = None
+    ) -> None:
         """max_rows: completions decoded at the same time.   world: that answers their turns; the caller closes it.
 
         Raises EngineError for a policy that cannot run packed streams.
@@ -165,7 +167,7 @@ class _Group:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Row(Completion):
+class _Row(Stream):
     """A completion being decoded."""
 
     group: _Group

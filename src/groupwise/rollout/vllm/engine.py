@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from groupwise.distributed import comm
-from groupwise.environments.conversation import World
+from groupwise.environments.conversation import EpisodeWorld, Stream
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
-from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations
+from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Conversations
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.vllm.colocated import Colocated
 from groupwise.rollout.vllm.request_pool import RequestPool
@@ -62,7 +62,7 @@ class VllmEngine:
         keep_special_tokens: bool = False,
         in_flight: bool = False,
         colocated: bool = False,
-        world: World | None = None,
+        world: EpisodeWorld | None = None,
     ) -> None:
         """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own starts, and ends with `close`.
 
@@ -195,11 +195,11 @@ class VllmEngine:
             yield self._group(who, found[name], answer, group_size, sampling, oldest)
 
     def _episodes(
-        self, world: World, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, oldest: int
+        self, world: EpisodeWorld, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, oldest: int
     ) -> Iterator[tuple[Rollout, ...]]:
         """Turn by turn, as many at a time as the servers decode."""
         found = {
-            f"{index}/{prompt.id}": Completion(prompt, index, completion_limit(self.policy, prompt, sampling))
+            f"{index}/{prompt.id}": Stream(prompt, index, completion_limit(self.policy, prompt, sampling))
             for prompt in prompts
             for index in range(group_size)
         }
@@ -247,7 +247,7 @@ class VllmEngine:
         finally:
             self._pools.discard(pool)
 
-    def _turn(self, one: Completion, sampling: Sampling, seed: int) -> dict[str, Any]:
+    def _turn(self, one: Stream, sampling: Sampling, seed: int) -> dict[str, Any]:
         """The body of a request for the next turn of a conversation."""
         ids, context = one.ids(), min(int(facts["context"]) for facts in self.servers.facts)
         if ids.size + one.left > context:

@@ -1,4 +1,4 @@
-"""Tools and environments on the side where they run: in a worker process (`workers.py`), or in a thread of this one.
+"""Tools and environments on the side where they run: in a worker process (`runtime.py`), or in a thread of this one.
 
 It imports little: every worker process starts with it.  Requests come as tuples, answers are plain values that JSON holds.
 """
@@ -23,7 +23,7 @@ from groupwise.rewards.user_functions import asynchronous, find_named
 from groupwise.utils.process_main import told
 
 if TYPE_CHECKING:
-    from groupwise.environments.side_by_side import Loop
+    from groupwise.environments.side_by_side import CallLoop
 
 OWN = ("reset", "step", "close", "get_reward")
 """Public methods of an environment that are no tools."""
@@ -31,7 +31,7 @@ STATE_BYTES = 65_536
 """Of one attribute that reward functions may read, as JSON."""
 
 
-class Missing(Exception):
+class MissingColumn(Exception):
     """Raised where `reset` asks for a column that the data do not have."""
 
 
@@ -45,7 +45,7 @@ class Instance:
         self.home: str | None = None
         """Where every turn's calls begin; None: where the process is."""
         self._object: Any = None
-        self._loop: Loop | None = None
+        self._loop: CallLoop | None = None
 
     @property
     def shared(self) -> bool:
@@ -96,7 +96,7 @@ class Instance:
         for key, parameter in inspect.signature(self._object.reset).parameters.items():
             if key not in given and parameter.default is parameter.empty and parameter.kind in _NAMED:
                 columns = ", ".join(row) or "none"
-                raise Missing(f"reset() asks for {key!r}, which the data do not have; columns: {columns} (row: all of them)")
+                raise MissingColumn(f"reset() asks for {key!r}, which the data do not have; columns: {columns} (row: all of them)")
         observation = self._awaited(self._object.reset(**given))
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):  # Gymnasium's
             observation = observation[0]
@@ -170,11 +170,11 @@ class Instance:
     async def _answered(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"result": result_text(await self._find(name)(**arguments))}
 
-    def _event_loop(self) -> Loop:
+    def _event_loop(self) -> CallLoop:
         if self._loop is None:
-            from groupwise.environments.side_by_side import Loop  # most tools and environments are not asynchronous
+            from groupwise.environments.side_by_side import CallLoop  # most tools and environments are not asynchronous
 
-            self._loop = Loop()
+            self._loop = CallLoop()
         return self._loop
 
     def _awaited(self, value: Any) -> Any:
@@ -262,16 +262,16 @@ def serve_environments(
     tools: Sequence[str],
     factories: Mapping[str, str],
     args: Mapping[str, Any],
-    given: Mapping[str, Any] | None = None,
+    objects: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """In a process: imports what is named.  The process is forked, and each fork is asked first to `begin`: from then on an
     `Instance` answers.
 
-    given: functions and classes that are not found by name.
+    objects: functions and classes that are not found by name.
     """
     import numpy.random  # every fork seeds it, also for what imports numpy only when it is called  # noqa: F401
 
-    known = dict(given or {})
+    known = dict(objects or {})
     functions = {spec.rpartition(":")[2]: find_named(spec, "tool", known) for spec in tools}
     makers = {name: find_named(spec, "environment", known) for name, spec in factories.items()}
     if any(map(_waits, [*functions.values(), *makers.values()])):

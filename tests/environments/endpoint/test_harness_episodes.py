@@ -19,6 +19,7 @@ import pytest
 
 from groupwise.data.rendering import Chat, render_chats
 from groupwise.environments import harness_episodes
+from groupwise.environments.conversation import Stream
 from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish, Prompt, Sampling, Trace
@@ -394,7 +395,7 @@ def test_an_engine_that_breaks_off_frees_the_client(worlds, a_prompt):
             heard.append(error.status_code)
 
     world = worlds(harness)
-    conversation = world.begin(a_prompt, 0, seed=0)
+    conversation = world.begin(Stream(a_prompt, 0, 100), seed=0)
     conversation.open().result(WAIT)
     assert conversation.close(Finish.ERROR).turns == ()
     for _ in range(100):
@@ -434,14 +435,14 @@ def test_agents_that_are_rewarded_apart_have_traces_of_their_own(worlds, says, a
     """Told apart by the header X-Session-ID, as verifiers sends it; a reward whose agent asked for nothing is left out."""
 
     class TwoPlayers:
-        desk = None
+        episodes = None
 
-        def start(self, errand, finished):
+        def start(self, request, finished):
             def run():
                 for player in ("id1", "id2", "id1", ""):
                     body = {"messages": [{"role": "user", "content": f"You are {player}."}]}
                     asked = httpx.post(
-                        f"{errand.base_url}/chat/completions", json=body, headers={"X-Session-ID": player}, timeout=WAIT
+                        f"{request.base_url}/chat/completions", json=body, headers={"X-Session-ID": player}, timeout=WAIT
                     )
                     assert asked.status_code == 200
                 finished(0.0, "", {"id1": ("first", 1.0), "id2": ("second", -1.0), "id3": ("third", 0.5)})
@@ -496,10 +497,11 @@ def test_programs_end_with_a_run_that_is_killed(tmp_path):
     (tmp_path / "agent.py").write_text(STARTS + "time.sleep(3600)")
     code = """
 import sys, time
-from groupwise.environments.harness import Errand, ProgramHarness
+from groupwise.environments.conversation import Stream
+from groupwise.environments.harness import EpisodeRequest, ProgramHarness
 harness = ProgramHarness([sys.executable, *sys.argv[1:]])
-errand = Errand(id="1", row={}, base_url="", api_key="", model="", index=0, seed=0)
-harness.start(errand, print)
+request = EpisodeRequest(id="1", row={}, base_url="", api_key="", model="", index=0, seed=0)
+harness.start(request, print)
 time.sleep(3600)
 """
     run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "agent.py"), str(tmp_path / "pids")])
@@ -549,10 +551,10 @@ def test_a_process_of_somebody_else_fetches_episodes(worlds, says, a_prompt):
     root, done = world.endpoint.url, {}
     thread = threading.Thread(target=lambda: done.update(found=play(world, a_prompt, says("5"))))
     thread.start()
-    errand = httpx.post(f"{root}/episodes", json={}, timeout=WAIT).json()
-    assert errand["row"] == {"question": "2+3", "answer": 5}
-    answer = client(errand["base_url"]).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-    end = f"{root}/episodes/{errand['id']}/end"
+    request = httpx.post(f"{root}/episodes", json={}, timeout=WAIT).json()
+    assert request["row"] == {"question": "2+3", "answer": 5}
+    answer = client(request["base_url"]).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+    end = f"{root}/episodes/{request['id']}/end"
     assert httpx.post(end, json={"reward": True}).status_code == 400
     assert httpx.post(end, json={"reward": float(answer.choices[0].message.content)}).status_code == 200
     thread.join(WAIT)
@@ -574,7 +576,7 @@ def test_a_process_that_has_hung_up_is_given_no_episode(worlds, a_prompt):
         head = f"POST /episodes HTTP/1.1\r\nHost: 127.0.0.1:{world.endpoint.port}\r\nContent-Type: application/json\r\n"
         gone.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
         assert asked.wait(WAIT)
-    conversation = world.begin(a_prompt, 0, seed=7)
+    conversation = world.begin(Stream(a_prompt, 0, 100), seed=7)
     conversation.open()
     assert httpx.post(f"{world.endpoint.url}/episodes", json={}, timeout=WAIT).json()["id"] == conversation.id
 
@@ -591,7 +593,7 @@ def test_async_harnesses_clean_up_when_everything_is_closed(worlds, a_prompt):
             ended.append(base_url)
 
     world = worlds(harness)
-    world.begin(a_prompt, 0, seed=7).open()
+    world.begin(Stream(a_prompt, 0, 100), seed=7).open()
     assert began.wait(WAIT)
     world.close()
     assert len(ended) == 1

@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 
 from groupwise.config.live_objects import Live
-from groupwise.environments import episodes, workers
-from groupwise.environments.environment import Result
-from groupwise.environments.episodes import truncated
-from groupwise.environments.side_by_side import Loop
-from groupwise.environments.worker_process import Instance
+from groupwise.environments import runtime, tool_episodes
+from groupwise.environments.instance import Instance
+from groupwise.environments.runtime import ToolResult
+from groupwise.environments.side_by_side import CallLoop
+from groupwise.environments.tool_episodes import truncated
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.utils.process_main import LINUX, descendants
@@ -119,7 +119,7 @@ def test_trap_11_a_tool_that_is_stopped_in_an_episodes_last_call_costs_no_more(
 class AtItsEnd:
     """A place that has answered everything, and for which something happens before it is given back."""
 
-    def __init__(self, place: workers.Place, happens: Callable[[], None]) -> None:
+    def __init__(self, place: runtime.Worker, happens: Callable[[], None]) -> None:
         self.place, self.happens, self.left = place, happens, False
 
     def ask(self, *request: Any, **limits: Any) -> Any:
@@ -147,7 +147,7 @@ def test_what_is_ended_between_its_answer_and_its_return_serves_nobody_else(ends
         """
         return a + b
 
-    rooms = workers.Rooms(tools=("live:add",), factories={}, args={}, runs="thread", given={"live:add": add})
+    rooms = runtime.ToolRuntime(tools=("live:add",), factories={}, args={}, runs="thread", objects={"live:add": add})
     housed = rooms.make(rooms.kinds[""])
     place = AtItsEnd(rooms.borrow(), housed.kill if ends == "conversation" else rooms.close)
     rooms.give_back(place)
@@ -173,7 +173,7 @@ def test_an_object_that_is_false_is_a_tool_too() -> None:
             """
             return f"no {word}"
 
-    rooms = workers.Rooms(tools=("live:look",), factories={}, args={}, runs="thread", given={"live:look": Empty()})
+    rooms = runtime.ToolRuntime(tools=("live:look",), factories={}, args={}, runs="thread", objects={"live:look": Empty()})
     (result,), _ = rooms.make(rooms.kinds[""]).call([("look", {"word": "x"})], seconds=60.0)
     assert result.text == "no x"
     rooms.close()
@@ -246,12 +246,12 @@ def test_an_episode_that_takes_too_long_ends(table: Callable[..., Any]) -> None:
 
 def test_an_episode_ends_in_time_whatever_a_turn_calls(table: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them may be in time.  The clock stands still, but for that of the thread that waits for the end."""
-    monkeypatch.setattr(episodes, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(tool_episodes, "time", SimpleNamespace(monotonic=lambda: 0.0))
     killed = threading.Event()
 
-    def until_killed(calls: Any, *, seconds: float) -> tuple[list[Result], None]:
+    def until_killed(calls: Any, *, seconds: float) -> tuple[list[ToolResult], None]:
         killed.wait(60.0)
-        return [Result(text="3") for _ in calls], None
+        return [ToolResult(text="3") for _ in calls], None
 
     at = table(tools=(ADD,), runs="thread", episode_timeout=0.1)
     talk, _ = at.begin()
@@ -271,7 +271,7 @@ def test_asynchronous_calls_are_answered_as_soon_as_those_before_them() -> None:
         await gate.wait()
         return {"result": "2"}
 
-    answers = iter(Loop().side_by_side([answered, waits], 60.0))
+    answers = iter(CallLoop().side_by_side([answered, waits], 60.0))
     assert next(answers) == {"result": "1"}
     gate.set()
     assert list(answers) == [{"result": "2"}]
@@ -289,7 +289,7 @@ def test_an_episode_whose_time_is_over_before_it_begins_ends(table: Callable[...
 def test_a_thread_whose_answer_nobody_took_is_asked_nothing_more(seconds: float, error: type[Exception]) -> None:
     """The answer would be taken for that to the next request."""
     asked = threading.Event()
-    place = workers.Thread(Instance({"wait": asked.wait}, None, {}))
+    place = runtime.WorkerThread(Instance({"wait": asked.wait}, None, {}))
     with pytest.raises(error):
         next(place.ask("call", [("wait", {})], 1.0, seconds=seconds))
     asked.set()
@@ -304,7 +304,7 @@ def test_trap_9_a_turn_that_was_cut_is_not_carried_out(table: Callable[..., Any]
     for cut in range(1, len(whole) + 1):
         for finish in {Finish.LENGTH, Finish.EOS if cut == len(whole) else Finish.STOP}:
             talk, _ = at.begin()
-            reply = talk.answer(whole[:cut], finish, logp=[], version=0).result()
+            reply = at.hear(talk, at.draw(talk, whole[:cut], finish))
             if finish is Finish.LENGTH:
                 assert reply.finish is Finish.LENGTH
             elif reply.finish is None:  # it was taken for a call, and answered behind the end of the turn
@@ -339,7 +339,7 @@ def test_a_trl_environment_runs_unchanged(
     monkeypatch.setenv("CLOSED", str(closed))
     at = table(factory="my_tools.py:Counter", runs=runs)
     before = len(closed.read_text()) if closed.exists() else 0
-    assert [schema["function"]["name"] for schema in at.world.source.kinds[""].schemas] == ["increment", "wait_forever"]
+    assert [schema["function"]["name"] for schema in at.world.runtime.kinds[""].schemas] == ["increment", "wait_forever"]
     talk, reply = at.begin(start=5)
     assert "Do it. Start at 5.<|im_end|>" in at.text(reply.context)
     answer = at.say(talk, "So." + call("increment", step=2))
@@ -413,7 +413,7 @@ def test_trap_15_no_episode_sees_anothers_state(table: Callable[..., Any], runs:
 
 
 def test_the_environments_worker_imports_numpy_and_asyncio_only_when_it_serves():
-    code = "import sys, groupwise.environments.worker_process; print([m for m in ('numpy', 'asyncio') if m in sys.modules])"
+    code = "import sys, groupwise.environments.instance; print([m for m in ('numpy', 'asyncio') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
@@ -552,7 +552,7 @@ def test_environments_end_with_the_process_that_forked_them(table: Callable[...,
     """Whoever above them is killed, with a signal that it does not hear."""
     at = table(factory="my_tools.py:Counter", tool_timeout=600.0)
     talk, _ = at.begin(start=1)
-    supervisor = at.world.source._process._process.pid
+    supervisor = at.world.runtime._process._process.pid
     worker, *forks = filter(running, descendants(supervisor))
     assert len(forks) >= 2, "the supervisor of a fork, and the fork"
     waiting = at.later(talk, call("wait_forever"))

@@ -21,8 +21,9 @@ import numpy as np
 from groupwise.data.rendering import Chat, Refusal, render_chats, shown_template
 from groupwise.data.templates import Template, unmarked
 from groupwise.data.turns import Turns
+from groupwise.environments.conversation import Stream
 from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, message_key
-from groupwise.environments.tool_calls import Call, Said, form_of, read_turn, split_thinking
+from groupwise.environments.tool_calls import ParsedCall, ParsedTurn, form_of, opens_thinking, read_turn, split_thinking
 from groupwise.errors import DataError
 from groupwise.records import Finish
 
@@ -34,31 +35,31 @@ SETTINGS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asking:
+class RenderedRequest:
     """A chat request as the token ids that its turn is drawn behind."""
 
     context: np.ndarray
     """int64 (c,): what the next turn is drawn behind."""
     thinking: bool
     """True if it ends inside a think block."""
-    news: tuple[Mapping[str, Any], ...]
+    new_messages: tuple[Mapping[str, Any], ...]
     """The messages behind the last one that was recognised; all, where none was."""
     after: int | None
     """Number of the turn that was recognised."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ChatResponse:
     """A turn of the policy as the message that a client gets."""
 
     message: Mapping[str, Any]
     """With arguments of calls as JSON text, as OpenAI has them."""
-    said: Said
+    parsed: ParsedTurn
     finish_reason: str
     """`stop`, `tool_calls` or `length`."""
 
 
-class Speech:
+class ChatCodec:
     """One tokenizer's chat template, in both directions.  It may be used by several threads at once."""
 
     def __init__(
@@ -92,7 +93,7 @@ class Speech:
                 raise Refused(str(text), param="messages")
             return self._template.encode([text], plain=[False])[0], unmarked(text)
 
-    def follow(self, request: ChatRequest, last: int, news: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, str]:
+    def follow(self, request: ChatRequest, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, str]:
         """Ids and text of what stands behind a turn whose last id is `last`.  Raises DataError where the template has no suffix."""
         with self.lock:
             turns = self._turns.get(request.setting)
@@ -102,7 +103,7 @@ class Speech:
                 self._turns[request.setting] = turns
                 if len(self._turns) > SETTINGS:
                     self._turns.popitem(last=False)
-            suffix = turns.after(last, news)
+            suffix = turns.after(last, messages)
         return suffix.tokens, suffix.text
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
@@ -113,95 +114,88 @@ class Speech:
         with self.lock:
             return str(self.tokenizer.decode(list(map(int, tokens)), skip_special_tokens=not special))
 
-    def read(self, drawn: SampledTokens, request: ChatRequest, thinking: bool, stop: Sequence[str]) -> Told:
+    def read(self, sampled: SampledTokens, request: ChatRequest, thinking: bool, stop: Sequence[str]) -> ChatResponse:
         """A turn as a message, up to the first of the strings at which it stopped.  Calls that cannot be read stay text."""
         form = form_of(shown_template(self.tokenizer, tools=bool(request.tools)))
         if not request.tools and form != "channels":
             form = None
-        tokens = list(drawn.tokens)
+        tokens = list(sampled.tokens)
         if tokens and tokens[-1] in self.eos_ids and form != "channels":
             tokens.pop()
         text = self.decode(tokens, special=form is not None)
-        if drawn.finish is Finish.STOP:
+        if sampled.finish is Finish.STOP:
             text = text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]
         if form is None:  # it was offered no tools: nothing is a call
             reasoning, rest = split_thinking(text, thinking)
             content = rest if reasoning is None else rest.strip("\n")
-            said = Said(content, reasoning, (), content)
+            parsed = ParsedTurn(content, reasoning, (), content)
         else:
-            said = read_turn(text, form, thinking=thinking, tools=request.tools)
+            parsed = read_turn(text, form, thinking=thinking, tools=request.tools)
         # Clients look results up by id, so ids differ between turns.
-        said = replace(said, calls=tuple(replace(one, id=f"call_{drawn.turn}_{i}") for i, one in enumerate(said.calls)))
-        calls = [call for call in said.calls if isinstance(call, Call)]
-        message: dict[str, Any] = {"role": "assistant", "content": said.written or (None if calls else "")}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
+        parsed = replace(parsed, calls=tuple(replace(one, id=f"call_{sampled.turn}_{i}") for i, one in enumerate(parsed.calls)))
+        calls = [call for call in parsed.calls if isinstance(call, ParsedCall)]
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.written or (None if calls else "")}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
         if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))}}
                 for call in calls
             ]
-        reason = "tool_calls" if calls else "length" if drawn.finish is Finish.LENGTH else "stop"
-        return Told(message, said, reason)
+        reason = "tool_calls" if calls else "length" if sampled.finish is Finish.LENGTH else "stop"
+        return ChatResponse(message, parsed, reason)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class _ServedTurn:
     """A turn that was served."""
 
     keys: tuple[str, ...]
     """Of the messages up to the turn's own."""
     setting: str
-    ids: np.ndarray
-    """Its context and what was sampled."""
     turn: int
+    """Its number."""
 
 
-class Memory:
+class ServedTurns:
     """The turns of one episode, as its client will repeat them.  It may be used by several threads at once."""
 
-    def __init__(self, speech: Speech, past: Literal["keep", "split"] = "keep") -> None:
+    def __init__(self, codec: ChatCodec, stream: Stream, past: Literal["keep", "split"] = "keep") -> None:
         """past: where the chat template writes earlier turns otherwise than they were sampled, `keep` what was sampled, or `split`:
         go on behind what the template writes."""
-        self.speech, self.past = speech, past
-        self._known: list[_Known] = []
+        self.codec, self.stream, self.past = codec, stream, past
+        self._served: list[_ServedTurn] = []
 
-    def ask(self, request: ChatRequest) -> Asking:
+    def render(self, request: ChatRequest) -> RenderedRequest:
         """What a request's turn is drawn behind.  Raises Refused where the chat template has no text for it."""
-        known = self._recognised(request)
-        if known is not None:
-            news = request.messages[len(known.keys) :]
+        served = self._recognised(request)
+        if served is not None:
+            new, ids = request.messages[len(served.keys) :], self.stream.through(self.stream.turns[served.turn])
             try:
-                tokens, text = self.speech.follow(request, int(known.ids[-1]), news)
+                tokens, text = self.codec.follow(request, int(ids[-1]), new)
             except DataError:  # messages that no suffix begins with; what is wrong with others, the whole conversation tells
-                known = None
+                pass
             else:
-                ids = np.concatenate([known.ids, tokens])
-                if self.past == "keep":
-                    return Asking(ids, _thinks(text), news, known.turn)
-                whole, written = self.speech.render(request)
-                same = written == self.speech.decode(ids.tolist())
-                return Asking(ids if same else whole, _thinks(written), news, known.turn)
-        tokens, text = self.speech.render(request)
-        return Asking(tokens, _thinks(text), request.messages, None)
+                ids = np.concatenate([ids, tokens])
+                if self.past == "split":
+                    whole, text = self.codec.render(request)
+                    ids = ids if text == self.codec.decode(ids.tolist()) else whole
+                return RenderedRequest(ids, opens_thinking(text), new, served.turn)
+        tokens, text = self.codec.render(request)
+        return RenderedRequest(tokens, opens_thinking(text), request.messages, None)
 
-    def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens, stop: Sequence[str] = ()) -> Told:
+    def respond(self, request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens, stop: Sequence[str]) -> ChatResponse:
         """The turn as a message, which is from now on recognised.   stop: the strings at which it may have stopped."""
-        told = self.speech.read(drawn, request, asking.thinking, stop)
-        ids = np.concatenate([asking.context, np.asarray(drawn.tokens, dtype=np.int64)])
-        self._known.append(_Known((*request.keys, message_key(told.message)), request.setting, ids, drawn.turn))
-        return told
+        response = self.codec.read(sampled, request, rendered.thinking, stop)
+        self._served.append(_ServedTurn((*request.keys, message_key(response.message)), request.setting, sampled.turn))
+        return response
 
-    def _recognised(self, request: ChatRequest) -> _Known | None:
+    def _recognised(self, request: ChatRequest) -> _ServedTurn | None:
         """The turn that reaches furthest into the request, with messages behind it; of equal ones the latest."""
-        found = None
-        for known in list(self._known):
-            length = len(known.keys)
-            fits = length < len(request.keys) and known.setting == request.setting and request.keys[:length] == known.keys
-            if fits and (found is None or length >= len(found.keys)):
-                found = known
-        return found
-
-
-def _thinks(text: str) -> bool:
-    return text.rstrip().endswith("<think>")
+        best = None
+        for served in list(self._served):
+            length = len(served.keys)
+            fits = length < len(request.keys) and served.setting == request.setting and request.keys[:length] == served.keys
+            if fits and (best is None or length >= len(best.keys)):
+                best = served
+        return best

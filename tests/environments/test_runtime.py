@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.environments import workers
+from groupwise.environments import runtime
 from groupwise.errors import EnvironmentFailure
 from groupwise.utils.processes import Process
 
@@ -26,9 +26,9 @@ CALL = [("whoami", {})]
 
 
 @pytest.fixture
-def rooms() -> Iterator[workers.Rooms]:
+def rooms() -> Iterator[runtime.ToolRuntime]:
     """One tool, in processes."""
-    made = workers.Rooms(("live:whoami",), {}, {}, given={"live:whoami": whoami})
+    made = runtime.ToolRuntime(("live:whoami",), {}, {}, objects={"live:whoami": whoami})
     yield made
     made.close()
 
@@ -36,7 +36,7 @@ def rooms() -> Iterator[workers.Rooms]:
 class Watched:
     """A place, with what happens after its answers and before it is ended."""
 
-    def __init__(self, place: workers.Place, answered: Callable[[], Any], ending: Callable[[], Any]) -> None:
+    def __init__(self, place: runtime.Worker, answered: Callable[[], Any], ending: Callable[[], Any]) -> None:
         self.place, self.answered, self.ending = place, answered, ending
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
@@ -51,7 +51,7 @@ class Watched:
         self.place.kill()
 
 
-def test_a_place_that_is_about_to_be_ended_is_given_to_nobody_else(rooms: workers.Rooms) -> None:
+def test_a_place_that_is_about_to_be_ended_is_given_to_nobody_else(rooms: runtime.ToolRuntime) -> None:
     """`kill` has read which place to end, and before it ends it the place has answered and would be given back and lent again."""
     ended, taken = rooms.make(rooms.kinds[""]), []
     calls = threading.Thread(target=lambda: ended.call(CALL, seconds=60.0))
@@ -72,7 +72,7 @@ def test_a_place_that_is_about_to_be_ended_is_given_to_nobody_else(rooms: worker
     taken[0].kill()
 
 
-def test_a_process_that_has_ended_while_it_was_idle_is_replaced(rooms: workers.Rooms) -> None:
+def test_a_process_that_has_ended_while_it_was_idle_is_replaced(rooms: runtime.ToolRuntime) -> None:
     ((there,), _) = rooms.make(rooms.kinds[""]).call(CALL, seconds=60.0)
     (place,) = rooms._idle
     assert isinstance(place, Process)
@@ -84,7 +84,7 @@ def test_a_process_that_has_ended_while_it_was_idle_is_replaced(rooms: workers.R
     assert result.text != there.text
 
 
-def test_nothing_is_forked_after_the_end(rooms: workers.Rooms) -> None:
+def test_nothing_is_forked_after_the_end(rooms: runtime.ToolRuntime) -> None:
     """As by a conversation that was ended while it waited for its process: the worker would start again, and stay."""
     rooms.close()
     with pytest.raises(EnvironmentFailure, match="closed"):
@@ -97,6 +97,6 @@ def test_the_folder_for_temporary_files_may_have_a_long_name(tmp_path: Path, mon
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    rooms = workers.Rooms(("live:whoami",), {}, {}, given={"live:whoami": whoami})
+    rooms = runtime.ToolRuntime(("live:whoami",), {}, {}, objects={"live:whoami": whoami})
     rooms.close()
     assert not list(deep.iterdir())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.environments.chat_tokens import Speech
+from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.requests import SampledTokens, read_chat_request
 from groupwise.records import Finish
 
@@ -21,14 +21,14 @@ def test_calls_are_read_in_the_form_of_the_template_that_wrote_the_prompt(chat_t
     """Of a tokenizer with several templates, that is the one for tools."""
     tokenizer = copy.deepcopy(chat_tokenizer)
     tokenizer.chat_template = {"default": PLAIN, "tool_use": TEMPLATE}
-    speech = Speech(tokenizer, (end_id,))
+    codec = ChatCodec(tokenizer, (end_id,))
     request = read_chat_request({"messages": [{"role": "user", "content": "2+3"}], "tools": [ADD]})
-    _, text = speech.render(request)
+    _, text = codec.render(request)
     assert '"add"' in text
-    said = tokenizer('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', add_special_tokens=False)
-    told = speech.read(SampledTokens([*said["input_ids"], end_id], [], Finish.EOS, 0), request, thinking=False, stop=())
-    assert told.finish_reason == "tool_calls"
-    assert told.message["tool_calls"][0]["function"]["name"] == "add"
+    turn = tokenizer('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', add_special_tokens=False)
+    response = codec.read(SampledTokens([*turn["input_ids"], end_id], [], Finish.EOS, 0), request, thinking=False, stop=())
+    assert response.finish_reason == "tool_calls"
+    assert response.message["tool_calls"][0]["function"]["name"] == "add"
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_calls_are_read_in_the_form_of_the_template_that_wrote_the_prompt(chat_t
 def test_control_tokens_in_a_request_are_text_wherever_they_stand(chat_tokenizer: Any, end_id: int, brought: Any) -> None:
     tokenizer = copy.deepcopy(chat_tokenizer)
     tokenizer.chat_template = "{{ date }}{{ dates | tojson if dates else '' }}" + TEMPLATE
-    speech = Speech(tokenizer, (end_id,))
+    codec = ChatCodec(tokenizer, (end_id,))
     body = {"messages": [{"role": "user", "content": "q"}]} | brought
     if "messages" in brought:
         escaped = TYPED.replace("\n", "\\n")
         call = brought["messages"][1]["tool_calls"][0]["function"]
         body = copy.deepcopy(body)
         body["messages"][1]["tool_calls"][0]["function"]["arguments"] = call["arguments"] % escaped
-    ids, text = speech.render(read_chat_request(body))
+    ids, text = codec.render(read_chat_request(body))
     assert "obey<tool_call>" in text
     written = str(tokenizer.decode(ids.tolist()))
     assert written == text
@@ -70,7 +70,7 @@ def test_control_tokens_in_a_request_are_text_wherever_they_stand(chat_tokenizer
     system = 1 if "tools" in body else 0
     assert ids.tolist().count(end_id) == end + system, "only those of the template"
     if "messages" not in brought:
-        follow, _ = speech.follow(read_chat_request(body), end_id, [{"role": "user", "content": "r"}])
+        follow, _ = codec.follow(read_chat_request(body), end_id, [{"role": "user", "content": "r"}])
         assert follow.tolist().count(end_id) == 1
 
 
@@ -79,7 +79,7 @@ def test_variables_of_the_recipe_hold_in_every_conversation_and_a_requests_own_g
 ) -> None:
     tokenizer = copy.deepcopy(chat_tokenizer)
     tokenizer.chat_template = "{{ date }}" + TEMPLATE
-    speech = Speech(tokenizer, (end_id,), {"date": "now"})
+    codec = ChatCodec(tokenizer, (end_id,), {"date": "now"})
     body = {"messages": [{"role": "user", "content": "q"}]}
-    assert speech.render(read_chat_request(body))[1].startswith("now")
-    assert speech.render(read_chat_request(body | {"chat_template_kwargs": {"date": "then"}}))[1].startswith("then")
+    assert codec.render(read_chat_request(body))[1].startswith("now")
+    assert codec.render(read_chat_request(body | {"chat_template_kwargs": {"date": "then"}}))[1].startswith("then")
