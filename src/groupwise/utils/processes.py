@@ -218,9 +218,9 @@ class Process:
 
     def _died(self) -> Died:
         self.kill()
-        if self._process is None:
+        code = None if self._process is None else self._process.returncode
+        if code is None:  # a fork, whose status nobody hears of, or one that another thread is ending
             return Died("its process has ended")
-        code = self._process.returncode
         if code == -signal.SIGPROF:  # the worker's own timer
             return Died("no result within the processor time allowed", code)
         return Died("worker died (" + (f"signal {-code})" if code < 0 else f"exit code {code})"), code)
