@@ -21,11 +21,13 @@ from groupwise.data.demonstrations import Demonstration
 from groupwise.data.packing import pack, unpack
 from groupwise.data.pairs import Pair
 from groupwise.data.tokenizers import load_tokenizer
+from groupwise.models.backbone import checkpointing
 from groupwise.models.fused import fused_modules
 from groupwise.models.loading import make_policy, read_blueprint
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import load_scorer
 from groupwise.models.shape import Shape
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards, no_rewards
 from groupwise.rollout.native.engine import NativeEngine
@@ -98,8 +100,8 @@ class Ours:
             self.algorithm = resolve(work.objective, self.group, work.completion)
             self.teacher = None
             if work.objective == "distill":
-                self.teacher = Teacher(policy=load(work, model_folder(teacher_of(work), folder.parent)).frozen_copy())
-            self.reference = self.policy.frozen_copy() if self.algorithm.needs_reference else None
+                self.teacher = Teacher(policy=frozen_copy(load(work, model_folder(teacher_of(work), folder.parent))))
+            self.reference = frozen_copy(self.policy) if self.algorithm.needs_reference else None
         self.meter = Meter(work.device)
         self.loop = self._online() if work.online else self._offline()
         self.peak = Peak(work.device)
@@ -245,7 +247,7 @@ class Ours:
         total = 0.0
         options |= {"fill": self.policy.tiled, "device": self.policy.device}
         for batch in pack(samples, positions(self.work, self.policy), **options):
-            with self.policy.checkpointing(self.work.checkpointing), fused_modules(self.policy.model):
+            with checkpointing(self.policy, self.work.checkpointing), fused_modules(self.policy.model):
                 value, seen_M = loss(self.policy, batch=batch)
                 value.backward()
             total += float(value.detach())

@@ -37,6 +37,7 @@ from groupwise.data.demonstrations import Demonstration
 from groupwise.data.load import TASK_ROWS, load_data
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
+from groupwise.models import saving
 from groupwise.models.loading import load_policy
 from groupwise.models.shape import Shape
 from groupwise.records import Sampling, Scored, Step
@@ -82,7 +83,7 @@ def stage(recipe: Recipe, folder: Path) -> tuple[float, Evaluation]:
     seconds = run_out(job.loop(0))
     found = job.judge(True)
     assert isinstance(found, Evaluation)
-    job.policy.save(folder)
+    saving.save(job.policy, folder)
     job.close()
     return seconds, found
 

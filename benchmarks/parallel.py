@@ -38,7 +38,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     from groupwise.config.settings import RolloutSettings
     from groupwise.distributed import comm, fsdp
     from groupwise.models.shape import Shape
-    from groupwise.models.sharded_policy import shard
+    from groupwise.models.sharded import shard
     from groupwise.runs.job import make_engine
     from groupwise.training.optimizer import Optimizer
 

@@ -34,6 +34,7 @@ from groupwise.data.load import load_pairs
 from groupwise.data.sources import SourceRows, read_rows
 from groupwise.data.split import hash_share
 from groupwise.data.templates import Wording
+from groupwise.models import saving
 from groupwise.runs.job import Job, make_job
 from groupwise.training.baselines import bag_of_words, texts_of
 from groupwise.training.passes import assess
@@ -78,7 +79,7 @@ def verdicts(
     files = halves(read_rows(str(first.data.path), first.data.split), first, fold, folds, folder)
     stages = load_stages(path, [*given, *files])
     sft = trained(stages["sft"], None)
-    sft.policy.save(folder / "sft")
+    saving.save(sft.policy, folder / "sft")
     context, eos_ids = sft.policy.context, sft.policy.eos_ids
     pairs = load_pairs(stages["sft"].data, sft.policy.tokenizer, context=context, eos_ids=eos_ids, seed=seed)
     yield RULE, _right(bag_of_words(texts_of(sft.policy, pairs.train), texts_of(sft.policy, pairs.held_out)))

@@ -16,6 +16,7 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.fused import fused_modules
 from groupwise.models.loading import make_policy
+from groupwise.models.passes import forward, packed_for
 from groupwise.records import Sample
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 704,
@@ -59,13 +60,13 @@ def main(families: list[str]) -> None:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SHAPE | ids | more)))
             policy = make_policy(model, tokenizer, ModelSettings(device="cpu"))
-            batches, seconds = policy.packed(samples(4, 8, 120, 103), 4000), []
+            batches, seconds = packed_for(policy, samples(4, 8, 120, 103), 4000), []
             for _ in range(5):
                 model.zero_grad()
                 begun = time.process_time()
                 with fused_modules(model):
                     for batch in batches:
-                        policy.forward(batch).hidden_PD.square().mean().backward()
+                        forward(policy, batch).hidden_PD.square().mean().backward()
                 seconds.append(time.process_time() - begun)
             median = sorted(seconds)[2]
             first = first or median

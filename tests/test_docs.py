@@ -45,6 +45,7 @@ from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
@@ -292,7 +293,7 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
         tiny_policy(),
         GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5, entropy_target=9.0, entropy_bonus=0.01),
     )
-    groups = with_reference(groups, policy.frozen_copy(), 1000)
+    groups = with_reference(groups, frozen_copy(policy), 1000)
     algorithm = corrected(resolve("grpo", settings, 8), CorrectionSettings())
     made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}
     groups = [
@@ -584,7 +585,7 @@ def test_ten_steps_of_the_one_file_are_the_librarys(
                 Optimizer(policy.model, OptimizerSettings(lr=2e-3), STEPS * mu),
                 group=settings,
                 budget=40,
-                reference=policy.frozen_copy() if beta else None,
+                reference=frozen_copy(policy) if beta else None,
             )
         )
     for name in ("reward", "loss", "grad_norm", "progress"):

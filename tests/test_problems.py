@@ -28,6 +28,7 @@ from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.dynamic_sampling import GroupSampler
 from groupwise.rollout.native.engine import NativeEngine
@@ -95,7 +96,7 @@ def test_p09_gpt2_as_it_is_configured_starts_at_its_reference() -> None:
         Optimizer(policy.model, OptimizerSettings(lr=1e-4), 2),
         group=settings,
         budget=100,
-        reference=policy.frozen_copy(),
+        reference=frozen_copy(policy),
     )
     metrics = next(loop).metrics
     assert abs(metrics["kl"]) < 1e-6

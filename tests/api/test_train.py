@@ -42,6 +42,7 @@ from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import ConfigError, DataError
+from groupwise.models.saving import save
 from groupwise.records import Prompt
 from groupwise.runs.origin import Origin
 from groupwise.training.passes import score
@@ -102,7 +103,7 @@ def test_objects_give_the_run_that_files_give(call: Callable, tiny_policy: Calla
     """The same rows, weights and reward, once as objects and once as files: the same numbers, to the bit."""
     list(call())
     policy = tiny_policy()
-    policy.save(Path("start"))
+    save(policy, Path("start"))
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("mine.py").write_text(inspect.getsource(digits))
     list(call(model="start", data="rows.jsonl", rewards={"function": "mine.py:digits"}, name="files"))

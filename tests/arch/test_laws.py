@@ -281,7 +281,7 @@ WRITES = {
     ("runs.folder", "os.replace"): "a damaged file, out of the way",
     ("runs.run_files", "open"): "lines that are appended",
     ("runs.checkpoint", "write_text"): "inside of a folder from `files.new_folder`, which is synced as a whole",
-    ("models.sharded_policy", "write_text"): "the same",
+    ("models.sharded", "write_text"): "the same",
 }
 """Who changes files by other means than `utils/files.py`, and what they are."""
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from groupwise.cli.chat import chat
+from groupwise.models.saving import save
 
 
 def test_a_conversation_answers_and_ends_its_line_at_the_end_of_input(
     tiny_policy: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_policy().save(tmp_path)
+    save(tiny_policy(), tmp_path)
     said = iter(["1+1", "2+2"])
 
     def ask(text: str) -> str:

@@ -85,15 +85,15 @@ def test_p11_a_scorer_at_another_temperature_is_found(check: Callable, monkeypat
 
 
 def test_p07_positions_that_start_anew_are_found(check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    import groupwise.models.policy as policy
+    from groupwise.models import passes
 
-    genuine = policy.Policy.hidden
+    genuine = passes.hidden
     planted = {"on": False}
 
-    def hidden(self: object, tokens: torch.Tensor, position: torch.Tensor, attend: object) -> torch.Tensor:
-        return genuine(self, tokens, torch.arange(len(position)) % 90 if planted["on"] else position, attend)
+    def hidden(policy: object, tokens: torch.Tensor, position: torch.Tensor, attend: object) -> torch.Tensor:
+        return genuine(policy, tokens, torch.arange(len(position)) % 90 if planted["on"] else position, attend)
 
-    monkeypatch.setattr(policy.Policy, "hidden", hidden)
+    monkeypatch.setattr(passes, "hidden", hidden)
     import groupwise.api.check as module
 
     make_job = module.make_job

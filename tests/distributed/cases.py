@@ -34,14 +34,15 @@ from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.distributed import comm, fsdp, sharded_checkpoint
 from groupwise.errors import StorageError
-from groupwise.models import sharded_policy
+from groupwise.models import backbone, saving, sharded
 from groupwise.models.attention import PackedAttention
 from groupwise.models.loading import make_policy, read_blueprint
-from groupwise.models.lora import adapt, bare
-from groupwise.models.policy import Policy
+from groupwise.models.lora import adapt
+from groupwise.models.passes import reshard
+from groupwise.models.policy import Policy, without_adapter
 from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.models.scratch import scratch_model
-from groupwise.models.sharded_policy import shard
+from groupwise.models.sharded import frozen_copy, gathered, own_parts, shard
 from groupwise.models.streaming import CheckpointReader
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
@@ -138,7 +139,7 @@ def online(
     policy = make(family, dtype)
     if lora:
         policy = spread(adapt(policy, LoraSettings(rank=4), base=""), mode)
-        reference = bare(policy)
+        reference = without_adapter(policy)
     else:
         reference = make(family, dtype, seed=1) if algorithm.needs_reference else None
         if reference is not None:
@@ -225,7 +226,7 @@ def watch(optimizer: Optimizer) -> list[np.ndarray]:
 
 
 def weights(policy: Policy) -> dict[str, np.ndarray]:
-    with policy.gathered() as plain:
+    with gathered(policy) as plain:
         return {name: p.detach().double().numpy().copy() for name, p in plain.model.named_parameters()}
 
 
@@ -236,10 +237,10 @@ def not_finite(mode: str) -> dict[str, Any]:
     taken, before = [], weights(policy)
     states = []
     for number in range(3):
-        hidden = policy.hidden(torch.tensor([5, 6, 7]), torch.arange(3), attend_nothing)
+        hidden = backbone.hidden(policy, torch.tensor([5, 6, 7]), torch.arange(3), attend_nothing)
         poison = float("nan") if number == 1 and comm.world().rank == 1 else 1.0
         (hidden.sum() * poison).backward()
-        policy.reshard()
+        reshard(policy)
         taken.append(optimizer.step().skipped)
         states.append(weights(policy))
     same = [all(np.array_equal(a[n], b[n]) for n in a) for a, b in zip([before, *states], states, strict=False)]
@@ -279,23 +280,23 @@ def logits_of(policy: Policy) -> np.ndarray:
     """Of some tokens, by the policy as it is held."""
     layout = Layout(start=(0,), length=(6,), prefix=(-1,), total=6)
     with torch.no_grad():
-        hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
+        hidden = backbone.hidden(policy, torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
         logits = head_logits(hidden, policy.head).numpy().copy()
-    policy.reshard()
+    reshard(policy)
     return logits
 
 
 def export(folder: str, family: str, files: int) -> dict[str, Any]:
     """Exports a sharded policy tensor by tensor; returns how much of it this process held whole, and the policy's own logits."""
-    sharded_policy.SINGLE_FILE = 0 if files > 1 else 1 << 30
+    sharded.SINGLE_FILE = 0 if files > 1 else 1 << 30
     policy = spread(make(family, "float32"), "zero3")
-    assert isinstance(policy, sharded_policy.ShardedPolicy)
-    held = sum(tensor.nbytes for tensor in policy.parts().values())
+    assert policy.sharded
+    held = sum(tensor.nbytes for tensor in own_parts(policy).values())
     if comm.world().first:
         Path(folder).mkdir()
     comm.wait()
-    policy.export(Path(folder))
-    sharded_policy.SINGLE_FILE = 1 << 30
+    saving.export(policy, Path(folder))
+    sharded.SINGLE_FILE = 1 << 30
     return {"held": held, "logits": logits_of(policy)}
 
 
@@ -318,7 +319,7 @@ def loaded(folder: str, mode: Any, scorer: bool = False) -> dict[str, Any]:
     finally:
         CheckpointReader.rows = rows  # type: ignore[method-assign]
     own = sum(fsdp.own(parameter).nbytes for parameter in policy.model.parameters())
-    reference = policy.frozen_copy()
+    reference = frozen_copy(policy)
     same = all(
         torch.equal(fsdp.own(a), fsdp.own(b)) and not b.requires_grad
         for a, b in zip(policy.model.parameters(), reference.model.parameters(), strict=True)
@@ -340,13 +341,13 @@ def held(mode: Any, dtype: str, family: str = "llama") -> dict[str, float]:
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1)
     layout = Layout(start=(0,), length=(6,), prefix=(-1,), total=6)
     with counter:
-        hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
+        hidden = backbone.hidden(policy, torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
         head_logits(hidden, policy.head).float().logsumexp(-1).sum().backward()
-        policy.reshard()
+        reshard(policy)
         gradients = sum(fsdp.own(master.grad).nbytes for master in optimizer.masters if master.grad is not None)
         optimizer.step()
     update = counter.numbers
-    with counter, policy.gathered() as plain:
+    with counter, gathered(policy) as plain:
         whole = sum(parameter.nbytes for parameter in plain.model.parameters())
     return {
         "parameters": sum(parameter.numel() for parameter in policy.model.parameters()),
@@ -424,8 +425,8 @@ def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
         run.saver.wait()
         next(steps)
         run._whole = (2, run.job.optimizer.taken, run.job.place())
-        target = {"policy": (sharded_policy, "save_file"), "shards": (sharded_checkpoint.FileSystemWriter, "write_data")}[where]
-        genuine, sharded_policy.SINGLE_FILE = getattr(*target), 0  # both processes have a file of the policy to write
+        target = {"policy": (sharded, "save_file"), "shards": (sharded_checkpoint.FileSystemWriter, "write_data")}[where]
+        genuine, sharded.SINGLE_FILE = getattr(*target), 0  # both processes have a file of the policy to write
         if comm.world().rank == 1:
             setattr(*target, full)
         said = ""
@@ -436,7 +437,7 @@ def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
             said = str(error)
         finally:
             setattr(*target, genuine)
-            sharded_policy.SINGLE_FILE = 1 << 30
+            sharded.SINGLE_FILE = 1 << 30
         comm.wait()
         left = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
         comm.wait()

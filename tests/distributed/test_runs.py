@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.config.recipes import load_recipe
+from groupwise.models.saving import save
 from groupwise.runs.checkpoint import damage, latest
 from groupwise.runs.run import train
 
@@ -88,7 +89,7 @@ def test_p44_interrupted_equals_straight_bit_for_bit_on_as_many_processes(
 ) -> None:
     """Before the reference has moved, and after."""
     if "lora" in changes.get("model", {}):
-        tiny_policy().save(tmp_path / "base")
+        save(tiny_policy(), tmp_path / "base")
         changes = changes | {"model": changes["model"] | {"path": str(tmp_path / "base"), "scratch": None}}
     ranks(2).run("whole_run", path=recipe("straight", **changes, **REPETITION, **ONCE))
     path = recipe("broken", **changes, **REPETITION)
@@ -118,7 +119,7 @@ def test_critics_and_teachers_are_sharded_saved_and_resumed(
 ) -> None:
     """Interrupted equals straight to the bit, and one process to rounding."""
     (tmp_path / "shown.jsonl").write_text(DEMONSTRATIONS)
-    tiny_policy().save(tmp_path / "base")
+    save(tiny_policy(), tmp_path / "base")
     changes = json.loads(json.dumps(LEARNERS[kind]).replace("BASE", f"{tmp_path}/base").replace("shown", f"{tmp_path}/shown"))
     changes |= {"group": {"beta": 0.0, "minibatches": 2}, "optimizer": {"lr": 1e-3, "tokens_per_microbatch": 48}, "steps": 3}
     for _ in train(load_recipe(recipe("alone", **changes, **ONCE))):
@@ -140,7 +141,7 @@ def test_models_of_several_sizes_are_sharded_the_same_way(
     kind: str, recipe: Callable, ranks: Callable, tiny_policy: Callable, tmp_path: Path
 ) -> None:
     """Else `auto` would spread the large teacher of a small policy: a pass would wait for one that no other process makes."""
-    tiny_policy(hidden=64).save(tmp_path / "base")
+    save(tiny_policy(hidden=64), tmp_path / "base")
     changes = json.loads(json.dumps(LEARNERS[kind]).replace("BASE", f"{tmp_path}/base"))
     changes |= {"group": {"prompts_per_step": 5, "beta": 0.0}, "optimizer": {"lr": 1e-3, "tokens_per_microbatch": 40}}
     changes |= {"steps": 2} | ONCE

@@ -23,6 +23,7 @@ from groupwise.distributed.fsdp import ShardingConfig
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.reward_head import make_scorer
+from groupwise.models.saving import save
 from groupwise.models.shape import Shape
 from groupwise.models.streaming import empty_model
 from groupwise.runs import checkpoint
@@ -45,7 +46,7 @@ def folder(tmp_path: Path) -> Callable[[str], Path]:
     """`folder(family)`: a checkpoint."""
 
     def make(family: str) -> Path:
-        cases.make(family, "float32").save(tmp_path / family)
+        save(cases.make(family, "float32"), tmp_path / family)
         return tmp_path / family
 
     return make
@@ -107,7 +108,7 @@ def test_offloaded_shards_of_two_hold_half_of_the_weights(folder: Callable, rank
 def test_a_reward_model_is_read_in_pieces_too(folder: Callable, ranks: Callable, tmp_path: Path) -> None:
     """One that exists, with its head; of a language model the head is drawn, on every process the same."""
     settings = ModelSettings(path=str(folder("llama")))
-    make_scorer(read_blueprint(settings), settings, pooling="last", seed=3).save(tmp_path / "scorer")
+    save(make_scorer(read_blueprint(settings), settings, pooling="last", seed=3), tmp_path / "scorer")
     expected = load_file(tmp_path / "scorer" / "model.safetensors")
     for one in ranks(2).run("loaded", folder=str(tmp_path / "scorer"), mode="zero3", scorer=True):
         assert one["read"] == one["own"] < bytes_of(tmp_path / "scorer") * 0.51
@@ -137,7 +138,7 @@ def test_c14_a_sharded_policy_is_exported_as_a_plain_model_with_equal_logits(
     """Bit for bit those of the same model saved by transformers itself; with two files each process held a half of it."""
     found = ranks(2).run("export", folder=str(tmp_path / "ours"), family=family, files=files)
     policy = cases.make(family, "float32")
-    policy.save(tmp_path / "theirs")
+    save(policy, tmp_path / "theirs")
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / place).eval() for place in ("ours", "theirs")]
     for parameter in (parameter for model in models for parameter in model.parameters()):
         parameter.data = parameter.data.clone()  # MKL's last bits depend on where in a file, and so in memory, a weight begins

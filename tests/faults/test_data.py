@@ -21,6 +21,7 @@ from groupwise.data.tokenizers import byte_tokenizer, load_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.policy import Policy
+from groupwise.models.saving import save
 from groupwise.runs.job import Job, make_job
 from groupwise.utils.process_main import descendants
 
@@ -134,7 +135,7 @@ def recipe(tiny_policy: Callable[..., Policy], tmp_path: Path, rows: Callable) -
         policy = tiny_policy(tokenizer=byte_tokenizer())
         if not own:
             policy.tokenizer.chat_template = None
-        policy.save(tmp_path / "model")
+        save(policy, tmp_path / "model")
         tree = {
             "objective": "grpo",
             "name": "r",
@@ -158,7 +159,7 @@ def recipe(tiny_policy: Callable[..., Policy], tmp_path: Path, rows: Callable) -
 def test_d40_d41_the_recipes_template_is_what_training_sees(own: bool, recipe: Callable, tmp_path: Path) -> None:
     job = make_job(recipe(own=own))
     assert [prompt.text for prompt in job.prompts][:2] == ["Q: 0 + 1\nA:", "Q: 1 + 1\nA:"]
-    job.policy.save(tmp_path / "saved")
+    save(job.policy, tmp_path / "saved")
     assert load_tokenizer(str(tmp_path / "saved")).chat_template == "Q: {{ messages[0].content }}\nA:"
     job.close()
 
@@ -166,7 +167,7 @@ def test_d40_d41_the_recipes_template_is_what_training_sees(own: bool, recipe: C
 @pytest.mark.fault("D42", "model.chat_template, the run resumed", "the same prompts before and after")
 def test_d42_prompts_before_and_after_a_resume(recipe: Callable, tmp_path: Path) -> None:
     first = make_job(recipe())
-    first.policy.save(tmp_path / "saved")
+    save(first.policy, tmp_path / "saved")
     again = make_job(recipe(), resume=tmp_path / "saved")
     assert [p.tokens.tolist() for p in first.prompts] == [p.tokens.tolist() for p in again.prompts]
     first.close()
@@ -317,7 +318,7 @@ def test_names_of_columns_cannot_steer_a_terminal(rows: Callable) -> None:
 def test_d22_a_cut_generation_config_is_an_error(content: str, tiny_policy: Callable[..., Policy], tmp_path: Path) -> None:
     policy = tiny_policy()
     policy.model.generation_config.eos_token_id = [1, 4, 5]
-    policy.save(tmp_path)
+    save(policy, tmp_path)
     assert read_blueprint(ModelSettings(path=str(tmp_path))).eos_ids == (1, 4, 5)
     (tmp_path / "generation_config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read .*which tokens end a completion"):

@@ -27,6 +27,7 @@ from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.data.sources import fingerprint
 from groupwise.errors import CheckpointError, ConfigError, DataError, Ended, EngineError, RewardError, StorageError
 from groupwise.models.loading import load_policy
+from groupwise.models.saving import save
 from groupwise.ops.cpu import library
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
@@ -905,7 +906,7 @@ def test_a_damaged_record_of_the_inputs_is_told_of(tmp_path: Path, caplog: pytes
 )
 @pytest.mark.trl(31)
 def test_t31_a_pickle_bomb_as_weights(tiny_policy: Callable, tmp_path: Path) -> None:
-    tiny_policy().save(tmp_path / "model")
+    save(tiny_policy(), tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
 
     class Bomb:
@@ -942,7 +943,7 @@ def test_a_kernel_library_that_is_cut_off_is_compiled_again(tmp_path: Path, monk
 
 @pytest.mark.fault("F31", "bytes that are no UTF-8 on the standard input of `groupwise chat`", "DataError: the byte")
 def test_bad_bytes_on_stdin(tiny_policy: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_policy().save(tmp_path / "model")
+    save(tiny_policy(), tmp_path / "model")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
     with pytest.raises(DataError, match=r"standard input: not UTF-8.*0xff"):
         chat(str(tmp_path / "model"))

@@ -28,6 +28,7 @@ from groupwise.data.load import load_data
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, DataError, GroupwiseError, PeerError, RewardError, StorageError
 from groupwise.models.loading import load_policy
+from groupwise.models.saving import save
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.find import Completions
 from groupwise.rollout.vllm.client import Client
@@ -149,7 +150,7 @@ def test_a_math_reward_reads_text_and_messages(prompt: Any) -> None:
 @pytest.fixture
 def model(tiny_policy: Callable, tmp_path: Path) -> Path:
     """A checkpoint folder."""
-    tiny_policy().save(tmp_path / "model")
+    save(tiny_policy(), tmp_path / "model")
     return tmp_path / "model"
 
 

@@ -22,6 +22,7 @@ from groupwise.algorithms.resolve import resolve
 from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.groups import sampled_rollouts
@@ -67,7 +68,7 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
         Optimizer(policy.model, SETTINGS, STEPS * settings.updates_per_rollout * settings.minibatches),
         group=settings,
         budget=64,
-        reference=policy.frozen_copy() if algorithm.needs_reference else None,
+        reference=frozen_copy(policy) if algorithm.needs_reference else None,
     )
 
 

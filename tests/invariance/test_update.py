@@ -19,7 +19,9 @@ from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack
+from groupwise.models.backbone import checkpointing
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Sample, Scored
 from groupwise.training.critics import Critic
 from groupwise.training.loss import Loss
@@ -86,7 +88,7 @@ def teacher_of(policy: Policy, algorithm: Algorithm) -> Teacher | None:
     """Other weights of the same model, where the algorithm asks for a teacher."""
     if not algorithm.needs_teacher:
         return None
-    other = policy.frozen_copy()
+    other = frozen_copy(policy)
     with torch.no_grad():
         for parameter in other.model.parameters():
             parameter.mul_(2.0)
@@ -95,7 +97,7 @@ def teacher_of(policy: Policy, algorithm: Algorithm) -> Teacher | None:
 
 def prepare(policy: Policy, groups: list[Scored], algorithm: Algorithm) -> list[Sample]:
     critic = critic_on(policy, algorithm)
-    reference = policy.frozen_copy() if algorithm.needs_reference else None
+    reference = frozen_copy(policy) if algorithm.needs_reference else None
     if reference is not None:
         with torch.no_grad():
             for parameter in reference.model.parameters():
@@ -171,7 +173,7 @@ def test_gradient_checkpointing_changes_nothing(preset: str, policies: dict, gro
     algorithm = resolve(preset, VARIANTS["kl"], max_new_tokens=12)
     samples = prepare(policy, groups, algorithm)
     expected = gradient(policy, algorithm, samples)
-    with policy.checkpointing(True):
+    with checkpointing(policy, True):
         found = gradient(policy, algorithm, samples)
     assert_same(found, expected, 1e-12)
 

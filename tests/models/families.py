@@ -42,6 +42,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import GroupwiseError
+from groupwise.models.backbone import checkpointing
 from groupwise.models.fused import fused_modules
 from groupwise.models.loading import language_class, make_policy
 from groupwise.models.policy import Policy
@@ -496,7 +497,7 @@ class Case:
     def gradients(self, budget: int, recompute: bool = False) -> float:
         """Largest relative difference of a gradient by the step that trains."""
         recorder: Any = Recorder(self.policy.model)
-        with self.policy.checkpointing(recompute):
+        with checkpointing(self.policy, recompute):
             update(self.policy, TokenNll(), self.samples, recorder, budget=budget)
         return apart(recorder.gradients, self.truth.gradients)
 

@@ -13,6 +13,8 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
+from groupwise.models.backbone import checkpointing
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import head_logits, reference_logprobs
 from groupwise.proof.prove import prove
@@ -47,7 +49,7 @@ def packed(policy: Policy, samples: list[Sample], **options: object) -> tuple[fl
     total = 0.0
     for batch in pack(samples, dtype=policy.dtype, **options):  # type: ignore[arg-type]
         rows = batch.trained_M
-        hidden = policy.forward(batch).hidden_PD[rows]
+        hidden = forward(policy, batch).hidden_PD[rows]
         logp, entropy = reference_logprobs(hidden, policy.head, batch.target_P[rows], batch.temperature_P[rows])
         loss = (batch.weight_P[rows] * (logp.square() + 0.3 * entropy)).sum()
         loss.backward()
@@ -83,8 +85,8 @@ def test_scores_do_not_depend_on_the_neighbours(tiny_policy: Callable, random_sa
     (whole,) = pack(samples, 10_000)
     (alone,) = pack(samples[-1:], 10_000)
     with torch.no_grad():
-        together = policy.forward(whole).hidden_PD
-        single = policy.forward(alone).hidden_PD
+        together = forward(policy, whole).hidden_PD
+        single = forward(policy, alone).hidden_PD
         n = samples[-1].completion.size
         end = whole.layout.start[whole.samples.index(len(samples) - 1)] + n
         torch.testing.assert_close(together[end - n : end], single[-n:], rtol=1e-4, atol=1e-5)
@@ -126,7 +128,7 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_keeps_dropout_off(
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
     _, expected = packed(policy, samples, budget=10_000)
-    with policy.checkpointing(True):
+    with checkpointing(policy, True):
         _, found = packed(policy, samples, budget=10_000)
     assert not any(module.training for module in policy.model.modules())
     for name in expected:

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from groupwise.config.settings import ModelSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.models.fused import fused_modules
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.ops import attention, functional, linear_cross_entropy
 from groupwise.ops.cpu import kernels
@@ -101,18 +102,18 @@ def test_a_hook_on_a_norm_is_called_with_its_output(tiny_policy: Callable, rando
     policy, heard = tiny_policy("qwen2", hidden=128), []
     (batch,) = pack(random_samples(), 10_000)
     with fused_modules(policy.model):
-        expected = policy.forward(batch).hidden_PD
+        expected = forward(policy, batch).hidden_PD
         listener = policy.model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *said: heard.append(said[2]))
-        found = policy.forward(batch).hidden_PD
+        found = forward(policy, batch).hidden_PD
         listener.remove()
         assert len(heard) == 1
         torch.testing.assert_close(found, expected)
         listener = policy.model.model.layers[1].input_layernorm.register_full_backward_hook(lambda *said: heard.append(said[2]))
-        policy.forward(batch).hidden_PD.sum().backward()
+        forward(policy, batch).hidden_PD.sum().backward()
         listener.remove()
         assert len(heard) == 2
         listener = policy.model.model.layers[1].mlp.register_forward_pre_hook(lambda _, given: (given[0].mul_(0.5),))
-        policy.forward(batch).hidden_PD.sum().backward()  # what is handed over may be changed
+        forward(policy, batch).hidden_PD.sum().backward()  # what is handed over may be changed
         listener.remove()
 
 
@@ -131,7 +132,7 @@ def test_a_hook_on_a_product_of_an_mlp_is_called(family: str, tiny_policy: Calla
             listener = listen()
             policy.model.zero_grad(set_to_none=True)
             with inside():
-                policy.forward(batch).hidden_PD.square().sum().backward()
+                forward(policy, batch).hidden_PD.square().sum().backward()
             listener.remove()
             found.append(last.weight.grad), found.append(policy.model.get_input_embeddings().weight.grad)
     for ours, theirs in zip(found[4:], found[:4], strict=True):
@@ -160,7 +161,7 @@ def test_an_mlp_that_is_not_of_the_known_kind_computes_what_it_says(
         if "every" not in change:
             listener.remove()
         with inside():
-            hidden_PD = policy.forward(batch).hidden_PD
+            hidden_PD = forward(policy, batch).hidden_PD
             (hidden_PD.square() * torch.linspace(-1.0, 2.0, hidden_PD.shape[1])).sum().backward()
         listener.remove()
         assert (getattr(mlp, activation) in heard) == ("every" in change)
@@ -213,7 +214,7 @@ def test_a_loss_that_somebody_keeps_keeps_no_copies_of_weights(
 
     monkeypatch.setattr(functional, "_like", watched)
     with fused_modules(policy.model):
-        kept = policy.forward(batch).hidden_PD.float().square().sum()
+        kept = forward(policy, batch).hidden_PD.float().square().sum()
         assert any(copy() is not None for copy in made)
     assert made and all(copy() is None for copy in made)
     kept.backward()  # makes them again, each for its product
@@ -283,7 +284,7 @@ def test_a_weight_that_changes_before_its_backward_pass_is_noticed(tiny_policy: 
     policy = tiny_policy("llama")
     (batch,) = pack(random_samples(), 10_000)
     with fused_modules(policy.model):
-        hidden_PD = policy.forward(batch).hidden_PD
+        hidden_PD = forward(policy, batch).hidden_PD
         with torch.no_grad():
             policy.model.model.layers[1].mlp.down_proj.weight.mul_(2.0)
         with pytest.raises(RuntimeError, match="changed in place"):
@@ -317,11 +318,11 @@ def test_a_fused_model_has_the_same_states_and_gradients(
         policy.model.zero_grad()
         if fused:
             with fused_modules(policy.model):
-                hidden = policy.forward(batch).hidden_PD
+                hidden = forward(policy, batch).hidden_PD
                 gradient = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
                 hidden.backward(gradient)
         else:
-            hidden = policy.forward(batch).hidden_PD
+            hidden = forward(policy, batch).hidden_PD
             hidden.backward(torch.linspace(-1, 1, hidden.numel()).view_as(hidden))
         found.append((hidden.detach(), {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}))
     (plain, plain_gradients), (quick, quick_gradients) = found
@@ -363,7 +364,7 @@ def test_what_is_frozen_gets_no_gradient(family: str, tiny_policy: Callable, ran
         parameter.requires_grad_(name not in frozen)
     (batch,) = pack(random_samples(), 10_000)
     with fused_modules(policy.model):
-        policy.forward(batch).hidden_PD.square().sum().backward()
+        forward(policy, batch).hidden_PD.square().sum().backward()
     assert frozen
     assert {name for name, parameter in policy.model.named_parameters() if parameter.grad is None} == frozen
 
@@ -380,7 +381,7 @@ def test_autocast_gradients_are_as_close_to_float32_as_the_modules_own(
     for who, manager in ((policy, nullcontext()), (lower, nullcontext()), (lower, fused_modules(policy.model))):
         policy.model.zero_grad()
         with manager:
-            hidden = who.forward(batch).hidden_PD
+            hidden = forward(who, batch).hidden_PD
             hidden.backward(torch.linspace(-1, 1, hidden.numel()).view_as(hidden).to(hidden.dtype))
         found.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
     exact, modules, fused = found
@@ -432,7 +433,7 @@ def test_weights_get_their_lower_precision_once_and_only_while_inside(
         policy.model.zero_grad()
         with fused_modules(policy.model, keep=keep), Lowered() as lowered:
             for _ in range(times):
-                policy.forward(batch).hidden_PD.sum().backward()
+                forward(policy, batch).hidden_PD.sum().backward()
         return [p.grad.clone() for p in policy.model.parameters() if p.grad is not None], lowered.count
 
     kept, copies = passes(keep=True, times=2)
@@ -559,7 +560,7 @@ def test_a_hook_on_a_weight_is_called_once_with_its_gradient(tiny_policy: Callab
     for inside in (nullcontext, lambda: fused_modules(policy.model)):
         policy.model.zero_grad(set_to_none=True)
         with inside(), summed_in_place():
-            hidden_PD = policy.forward(batch).hidden_PD
+            hidden_PD = forward(policy, batch).hidden_PD
             (hidden_PD.square() * torch.linspace(-1.0, 2.0, hidden_PD.shape[1])).sum().backward()
         found.append((mlp.up_proj.weight.grad, *heard))
         heard.clear()
@@ -601,6 +602,6 @@ def test_a_layer_of_an_mlp_with_a_forward_of_its_own_runs_it(family: str, tiny_p
     mlp = policy.model.base_model.layers[0].mlp if family == "llama" else policy.model.base_model.h[0].mlp
     layer = mlp.up_proj if family == "llama" else mlp.c_fc
     layer.forward = lambda x: 2.0 * type(layer).forward(layer, x)
-    expected = policy.forward(batch).hidden_PD
+    expected = forward(policy, batch).hidden_PD
     with fused_modules(policy.model):
-        torch.testing.assert_close(policy.forward(batch).hidden_PD, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(forward(policy, batch).hidden_PD, expected, rtol=1e-4, atol=1e-4)

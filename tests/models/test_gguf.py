@@ -23,6 +23,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.loading import load_policy, read_blueprint
 from groupwise.models.package import fetch
+from groupwise.models.saving import save
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_a_folder_with_one_file_is_that_file_and_it_is_converted_once(tmp_path: 
 def test_what_is_saved_is_an_ordinary_folder(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", "qwen2")
     policy = load_policy(ModelSettings(path=str(tmp_path / "tiny.gguf")))
-    policy.save(tmp_path / "final")
+    save(policy, tmp_path / "final")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert all(torch.equal(left, right) for left, right in zip(again.parameters(), policy.model.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(tmp_path / "final").chat_template == TEMPLATE

@@ -20,9 +20,11 @@ from groupwise.config.settings import LoraSettings, ModelSettings, OptimizerSett
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import load_policy, make_policy
-from groupwise.models.lora import adapt
+from groupwise.models.lora import adapt, restore_adapter
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Answer, add_head, score_tokens, wrap_scorer
+from groupwise.models.saving import merged, save, save_to_resume
+from groupwise.models.sharded import frozen_copy, gathered
 from groupwise.records import Sample
 from groupwise.training.offline import SFT
 from groupwise.training.optimizer import Optimizer
@@ -38,7 +40,7 @@ def base(tiny_policy: Callable[..., Policy], tmp_path: Path) -> Callable[..., Pa
 
     def make(family: str = "llama", **options: Any) -> Path:
         folder = tmp_path / f"base-{family}"
-        tiny_policy(family, **options).save(folder)
+        save(tiny_policy(family, **options), folder)
         return folder
 
     return make
@@ -49,7 +51,7 @@ def disturb(policy: Any, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
-            if name in policy.trained:
+            if name in policy.adapter.trained:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
@@ -65,7 +67,7 @@ def test_the_reference_under_an_adapter_is_the_frozen_copy(
     samples = random_samples()
     frozen = logp_of(tiny_policy(family), samples)
     policy = adapt(tiny_policy(family), LORA, base="")
-    reference = policy.frozen_copy()
+    reference = frozen_copy(policy)
     start = logp_of(policy, samples)
     np.testing.assert_allclose(start, frozen, atol=1e-6)  # an adapted MLP is not computed in one piece
     np.testing.assert_array_equal(logp_of(reference, samples), start)
@@ -107,7 +109,7 @@ def test_an_update_moves_the_adapter_as_pefts_own_model_says(
 
     kept = Kept()
     update(policy, SFT.loss, samples, kept, budget=40)  # type: ignore[arg-type]
-    assert set(kept.gradients) == set(policy.trained)
+    assert set(kept.gradients) == set(policy.adapter.trained)
     for name, parameter in theirs.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(
@@ -117,7 +119,7 @@ def test_an_update_moves_the_adapter_as_pefts_own_model_says(
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2, weight_decay=0.1), 1)
     update(policy, SFT.loss, samples, optimizer, budget=40)
     for name, parameter in policy.model.named_parameters():
-        assert torch.equal(parameter, before[name]) == (name not in policy.trained), name
+        assert torch.equal(parameter, before[name]) == (name not in policy.adapter.trained), name
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
@@ -130,7 +132,7 @@ def test_what_is_saved_is_a_plain_model_and_an_adapter_for_peft(
     disturb(policy)
     samples = random_samples()
     ours = logp_of(policy, samples)
-    policy.save(tmp_path / "final")
+    save(policy, tmp_path / "final")
     np.testing.assert_array_equal(logp_of(policy, samples), ours)  # merging was done in a copy
     np.testing.assert_allclose(logp_of(load_policy(ModelSettings(path=str(tmp_path / "final"))), samples), ours, atol=2e-5)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
@@ -139,12 +141,12 @@ def test_what_is_saved_is_a_plain_model_and_an_adapter_for_peft(
     torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final/adapter")
     assert tokenizer.get_vocab() == policy.tokenizer.get_vocab() and tokenizer.chat_template == policy.tokenizer.chat_template
-    policy.keep(tmp_path / "kept")
+    save_to_resume(policy, tmp_path / "kept")
     read = load_policy(ModelSettings(path=str(tmp_path / "kept")))  # an adapter's folder means its base with it merged
     np.testing.assert_allclose(logp_of(read, samples), ours, atol=2e-5)
     assert not (tmp_path / "kept" / "model.safetensors").exists()
     again = adapt(load_policy(ModelSettings(path=str(folder))), lora, base=str(folder), seed=7)
-    again.restore(tmp_path / "kept")
+    restore_adapter(again, tmp_path / "kept")
     np.testing.assert_array_equal(logp_of(again, samples), ours)
 
 
@@ -154,11 +156,11 @@ def test_a_reward_model_can_be_an_adapter_with_its_head(
     causal = load_policy(ModelSettings(path=str(base())))
     scorer = wrap_scorer(add_head(causal.model, causal.tokenizer, causal.eos_ids, "last", seed=1), causal.tokenizer)
     policy = adapt(scorer, LORA, base="")
-    assert "score.weight" in policy.trained
+    assert "score.weight" in policy.adapter.trained
     disturb(policy)
     answers = [Answer("a", np.array([7, 8]), np.array([9, 6, 1])), Answer("a", np.array([7, 8]), np.array([12, 1]))]
     ours = [float(values[-1]) for values in score_tokens(policy, answers, budget=30)]
-    policy.save(tmp_path / "reward")
+    save(policy, tmp_path / "reward")
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
     for answer, value in zip(answers, ours, strict=True):
         ids = torch.from_numpy(np.concatenate([answer.prompt, answer.completion]))
@@ -310,14 +312,14 @@ def test_whatever_is_made_of_the_reference_is_without_the_adapter(
     samples = random_samples()
     policy = adapt(tiny_policy(family), LORA, base="")
     disturb(policy)
-    reference = policy.frozen_copy()
+    reference = frozen_copy(policy)
     expected = logp_of(reference, samples)
     assert np.abs(logp_of(policy, samples) - expected).max() > 0.1
-    np.testing.assert_array_equal(logp_of(reference.frozen_copy(), samples), expected)
-    reference.save(tmp_path / "saved")
-    reference.keep(tmp_path / "kept")
-    plain = make_policy(reference.merged(), policy.tokenizer)
-    with reference.gathered() as whole:
+    np.testing.assert_array_equal(logp_of(frozen_copy(reference), samples), expected)
+    save(reference, tmp_path / "saved")
+    save_to_resume(reference, tmp_path / "kept")
+    plain = make_policy(merged(reference), policy.tokenizer)
+    with gathered(reference) as whole:
         found = [plain, whole, *(load_policy(ModelSettings(path=str(tmp_path / name))) for name in ("saved", "kept"))]
         for one in found:
             np.testing.assert_allclose(logp_of(one, samples), expected, atol=1e-5)
@@ -328,5 +330,5 @@ def test_the_merged_model_can_be_called(tiny_policy: Callable[..., Policy]) -> N
     policy = adapt(tiny_policy(), LORA, base="")
     disturb(policy)
     ids = torch.arange(5, 15)[None]
-    with torch.no_grad(), plain_attention(policy.merged()) as merged, plain_attention(policy.model) as adapted:
-        torch.testing.assert_close(merged(input_ids=ids).logits, adapted(input_ids=ids).logits)
+    with torch.no_grad(), plain_attention(merged(policy)) as whole, plain_attention(policy.model) as adapted:
+        torch.testing.assert_close(whole(input_ids=ids).logits, adapted(input_ids=ids).logits)

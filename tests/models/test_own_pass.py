@@ -75,9 +75,12 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
+from groupwise.models.backbone import checkpointing
 from groupwise.models.fused import fused_modules
 from groupwise.models.loading import load_policy, make_policy, read_blueprint
 from groupwise.models.logit_scale import read_form
+from groupwise.models.moe import balanced
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
@@ -122,10 +125,10 @@ def by_run(policy: Policy, samples: list[Sample], *, again: bool = False) -> tup
     """The same as training computes it: packed together, prompts shared, fused."""
     found = [np.zeros(sample.completion.size) for sample in samples]
     policy.model.zero_grad(set_to_none=True)
-    with policy.checkpointing(True) if again else nullcontext(), fused_modules(policy.model):
+    with checkpointing(policy, True) if again else nullcontext(), fused_modules(policy.model):
         for batch in pack(samples, 10_000, alike=getattr(policy, "alike", None), share=policy.attention == "shared"):
             rows = batch.trained_M
-            hidden = policy.forward(batch).hidden_PD[rows]
+            hidden = forward(policy, batch).hidden_PD[rows]
             logp, _ = chosen_logprobs(hidden, policy.head, batch.target_P[rows], batch.temperature_P[rows])
             (batch.weight_P[rows] * logp.square()).sum().backward()
             for s, index in enumerate(batch.samples):
@@ -209,8 +212,8 @@ def test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut(kin
     found = []
     for options in ({"budget": 10_000}, {"budget": 25}, {"budget": 1}, {"budget": 60, "share": False, "fill": True}):
         total = 0.0
-        for batch in policy.balanced(pack(samples, **options)):  # type: ignore[arg-type]
-            loss = policy.forward(batch).router_loss
+        for batch in balanced(policy, pack(samples, **options)):  # type: ignore[arg-type]
+            loss = forward(policy, batch).router_loss
             loss.backward()  # type: ignore[union-attr]
             total += float(loss)
         found.append(([np.array([total])], take_gradients(policy)))

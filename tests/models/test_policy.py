@@ -15,7 +15,9 @@ from transformers.utils import logging as its
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError
+from groupwise.models.backbone import checkpointing
 from groupwise.models.loading import load_policy, read_blueprint
+from groupwise.models.saving import save
 from groupwise.models.shape import Shape
 from groupwise.runs.policies import weightless
 
@@ -45,7 +47,7 @@ def of_another_shape(file: Path) -> None:
     ],
 )
 def test_damaged_weights_are_refused(damage: Callable[[Path], None], said: str, tiny_policy: Callable, tmp_path: Path) -> None:
-    tiny_policy().save(tmp_path)
+    save(tiny_policy(), tmp_path)
     load_policy(ModelSettings(path=str(tmp_path)))
     damage(tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=said):
@@ -66,7 +68,7 @@ def test_damaged_weights_are_refused(damage: Callable[[Path], None], said: str, 
 def test_configurations_that_describe_no_model_are_refused_in_words(
     family: str, changes: dict[str, Any], said: str, tiny_policy: Callable, tmp_path: Path
 ) -> None:
-    tiny_policy(family).save(tmp_path)
+    save(tiny_policy(family), tmp_path)
     file = tmp_path / "config.json"
     if "model_type" in changes:  # a rope that the other family does not know
         changes = changes | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
@@ -76,7 +78,7 @@ def test_configurations_that_describe_no_model_are_refused_in_words(
 
 
 def test_the_plan_of_a_configuration_that_describes_no_model_is_refused_in_words(tiny_policy: Callable, tmp_path: Path) -> None:
-    tiny_policy().save(tmp_path)
+    save(tiny_policy(), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "glu9"}))
     with pytest.raises(ConfigError, match=r"describes no model that can be built .KeyError: 'glu9'.: correct it"):
@@ -84,7 +86,7 @@ def test_the_plan_of_a_configuration_that_describes_no_model_is_refused_in_words
 
 
 def test_weights_that_nothing_uses_are_named(tiny_policy: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tiny_policy().save(tmp_path)
+    save(tiny_policy(), tmp_path)
     load_policy(ModelSettings(path=str(tmp_path)))
     assert "nothing uses" not in caplog.text
     file = tmp_path / "config.json"
@@ -95,7 +97,7 @@ def test_weights_that_nothing_uses_are_named(tiny_policy: Callable, tmp_path: Pa
 
 def test_loaded_weights_lie_as_others_do(tiny_policy: Callable, tmp_path: Path) -> None:
     """In a file they begin anywhere, and torch's products round by where numbers begin: a resumed run would compute otherwise."""
-    tiny_policy().save(tmp_path)
+    save(tiny_policy(), tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     for more in range(0, 64, 8):
@@ -105,7 +107,7 @@ def test_loaded_weights_lie_as_others_do(tiny_policy: Callable, tmp_path: Path) 
 
 
 def test_a_folder_without_a_tokenizer_says_so(tiny_policy: Callable, tmp_path: Path) -> None:
-    tiny_policy().save(tmp_path)
+    save(tiny_policy(), tmp_path)
     for file in (*tmp_path.glob("tokenizer*"), *tmp_path.glob("chat_template*")):
         file.unlink()
     with pytest.raises(ConfigError, match=r"holds no tokenizer .* copy the tokenizer files of the model that it was made from"):
@@ -122,17 +124,17 @@ def test_recomputing_calls_what_this_transformers_wants(tiny_policy: Callable) -
     policy = tiny_policy()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with policy.checkpointing(True):
+        with checkpointing(policy, True):
             assert any(layer.gradient_checkpointing for layer in policy.model.model.layers)
 
 
 def test_loading_leaves_transformers_as_it_was(tiny_policy: Callable, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Whoever uses the library has settings of his own; its bars are shown by no load or save of ours."""
-    tiny_policy().save(tmp_path / "model")
+    save(tiny_policy(), tmp_path / "model")
     bars, filters = its.is_progress_bar_enabled(), [list(handler.filters) for handler in its.get_logger("transformers").handlers]
     its.enable_progress_bar()
     try:
-        load_policy(ModelSettings(path=str(tmp_path / "model"))).save(tmp_path / "again")
+        save(load_policy(ModelSettings(path=str(tmp_path / "model"))), tmp_path / "again")
         assert its.is_progress_bar_enabled()
         assert [list(handler.filters) for handler in its.get_logger("transformers").handlers] == filters == [[]] * len(filters)
         assert "%|" not in capfd.readouterr().err

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
+from groupwise.models.backbone import checkpointing
 from groupwise.models.fused import fused_modules
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.ops import functional
 from groupwise.ops.functional import GatedMLP, LastProduct, PlainMLP
@@ -27,8 +29,8 @@ LAYERS = 4
 
 def gradients(policy: Policy, batch: Batch, *, again: bool, in_place: bool = True) -> dict[str, Tensor]:
     """Of the same sum of hidden states; nothing stays behind."""
-    with policy.checkpointing(True) if again else nullcontext(), fused_modules(policy.model), summed_in_place(in_place):
-        hidden_PD = policy.forward(batch).hidden_PD
+    with checkpointing(policy, True) if again else nullcontext(), fused_modules(policy.model), summed_in_place(in_place):
+        hidden_PD = forward(policy, batch).hidden_PD
         (hidden_PD.float().square() * torch.linspace(-1.0, 2.0, hidden_PD.shape[1])).sum().backward()
     found = {name: parameter.grad for name, parameter in policy.model.named_parameters() if parameter.grad is not None}
     policy.model.zero_grad(set_to_none=True)
@@ -100,8 +102,8 @@ def test_another_threads_backward_pass_takes_the_lower_precisions_that_were_made
         return found
 
     monkeypatch.setattr(functional, "_like", counted)
-    with policy.checkpointing(True) if again else nullcontext(), fused_modules(policy.model), summed_in_place():
-        value = policy.forward(batch).hidden_PD.float().square().sum()
+    with checkpointing(policy, True) if again else nullcontext(), fused_modules(policy.model), summed_in_place():
+        value = forward(policy, batch).hidden_PD.float().square().sum()
         first = list(made)
         assert len(first) >= 2 * 5, "matrices of two blocks, all but those that are left to torch"
         thread = threading.Thread(target=value.backward)
@@ -143,7 +145,7 @@ def test_a_backward_pass_of_another_thread_sums_in_place_too(
     expected = gradients(policy, batch, again=False)
     sums = computed.pop("sum in place")
     with fused_modules(policy.model), summed_in_place():
-        hidden_PD = policy.forward(batch).hidden_PD
+        hidden_PD = forward(policy, batch).hidden_PD
         value = (hidden_PD.float().square() * torch.linspace(-1.0, 2.0, hidden_PD.shape[1])).sum()
         thread = threading.Thread(target=value.backward)
         thread.start()
@@ -172,8 +174,8 @@ def test_a_graph_that_is_kept_is_computed_again_as_often_as_it_is_asked(
     policy = tiny_policy("llama", hidden=128, layers=LAYERS, settings=ModelSettings(path="unused", dtype=dtype))
     (batch,) = pack(random_samples(), 10_000)
     matrix = policy.model.model.layers[0].mlp.up_proj.weight
-    with policy.checkpointing(True), fused_modules(policy.model):
-        value = policy.forward(batch).hidden_PD.float().square().sum()
+    with checkpointing(policy, True), fused_modules(policy.model):
+        value = forward(policy, batch).hidden_PD.float().square().sum()
         found = [torch.autograd.grad(value, matrix, retain_graph=True)[0] for _ in range(2)]
     assert found[0].norm() > 0.0 and torch.equal(*found)
 
@@ -181,9 +183,9 @@ def test_a_graph_that_is_kept_is_computed_again_as_often_as_it_is_asked(
 def test_recomputation_inside_recomputation_ends_where_it_began(tiny_policy: Callable) -> None:
     policy = tiny_policy("llama", layers=3)
     flags = lambda: [layer.training for layer in policy.model.model.layers]  # noqa: E731
-    with policy.checkpointing(True):
+    with checkpointing(policy, True):
         for on in (True, False):
-            with policy.checkpointing(on):
+            with checkpointing(policy, on):
                 assert flags() == [on, on, False]
             assert flags() == [True, True, False]
     assert flags() == [False] * 3

@@ -31,8 +31,10 @@ from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import make_policy
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import changes, recurrent_layers
+from groupwise.models.sharded import frozen_copy
 from groupwise.ops import recurrence
 from groupwise.ops.linear_cross_entropy import reference_logprobs
 from groupwise.ops.recurrence import StreamRecurrence
@@ -168,7 +170,7 @@ def packed(policy: Policy, samples: list[Sample], **options: Any) -> tuple[list[
     for batch in pack(samples, dtype=policy.dtype, **dict[str, Any](budget=10_000) | options):
         rows = batch.trained_M
         logp, _ = reference_logprobs(
-            policy.forward(batch).hidden_PD[rows], policy.head, batch.target_P[rows], batch.temperature_P[rows]
+            forward(policy, batch).hidden_PD[rows], policy.head, batch.target_P[rows], batch.temperature_P[rows]
         )
         (batch.weight_P[rows] * logp.square()).sum().backward()
         begin = 0
@@ -229,7 +231,7 @@ def test_a_frozen_copy_follows_the_segments_too() -> None:
     policy = make_policy(model_of("qwen3_5"), TOKENIZER)
     (batch,) = pack(samples_of(), 10_000)
     with torch.no_grad():
-        assert torch.equal(policy.frozen_copy().forward(batch).hidden_PD, policy.forward(batch).hidden_PD)
+        assert torch.equal(forward(frozen_copy(policy), batch).hidden_PD, forward(policy, batch).hidden_PD)
 
 
 def test_lengths_at_which_hybrids_change_are_those_of_convolutions_and_chunks() -> None:

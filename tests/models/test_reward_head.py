@@ -22,6 +22,7 @@ from transformers import (
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError
+from groupwise.models import passes
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import (
@@ -36,6 +37,7 @@ from groupwise.models.reward_head import (
     whole_scores,
     wrap_scorer,
 )
+from groupwise.models.saving import save
 from groupwise.proof.prove import prove
 
 
@@ -111,7 +113,7 @@ def test_a_saved_model_scores_the_same_in_transformers(
 ) -> None:
     policy = scorer(family)
     ours = total("last", score_tokens(policy, answers, budget=64))
-    policy.save(tmp_path)
+    save(policy, tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     rows = [[*answer.prompt.tolist(), *answer.completion.tolist()] for answer in answers]
@@ -130,7 +132,7 @@ def test_an_eos_that_is_also_the_pad_is_not_hidden(
     causal.tokenizer.pad_token = causal.tokenizer.eos_token
     policy = wrap_scorer(add_head(causal.model, causal.tokenizer, causal.eos_ids, "last", seed=1), causal.tokenizer)
     assert policy.tokenizer.pad_token_id not in policy.eos_ids
-    policy.save(tmp_path)
+    save(policy, tmp_path)
     row = torch.from_numpy(np.concatenate([answers[0].prompt, answers[0].completion, [policy.tokenizer.pad_token_id]]))
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()(row[None]).logits
     assert theirs.item() == pytest.approx(score_tokens(policy, answers[:1], budget=64)[0][-1], abs=1e-5)
@@ -140,10 +142,15 @@ def test_an_eos_that_is_also_the_pad_is_not_hidden(
 def test_in_tiles_streams_have_few_sizes_and_the_same_scores(
     scorer: Callable[..., Policy], answers: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, totals, forward = scorer(), [], Policy.forward
+    policy, totals, hidden = scorer(), [], passes.hidden
     expected = score_tokens(policy, answers, budget=12)
     monkeypatch.setattr("groupwise.models.policy.tiled", lambda dtype: True)
-    monkeypatch.setattr(Policy, "forward", lambda self, batch: (totals.append(batch.tokens_P.numel()), forward(self, batch))[1])
+
+    def counted(policy: Policy, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        totals.append(tokens.numel())
+        return hidden(policy, tokens, *rest)
+
+    monkeypatch.setattr(passes, "hidden", counted)
     for ours, theirs in zip(score_tokens(policy, answers, budget=12), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert len(totals) > 1 and all(total % 16 == 0 for total in totals)
@@ -151,7 +158,7 @@ def test_in_tiles_streams_have_few_sizes_and_the_same_scores(
 
 @pytest.mark.parametrize("pooling", ["mean", "sum"])
 def test_pooling_is_recorded(scorer: Callable[..., Policy], pooling: str, tmp_path: Path) -> None:
-    scorer(pooling=pooling).save(tmp_path)
+    save(scorer(pooling=pooling), tmp_path)
     assert load_scorer(ModelSettings(path=str(tmp_path))).model.config.pooling == pooling
 
 
@@ -181,7 +188,7 @@ def test_scorers_saved_by_transformers_score_the_same(
 
 def test_what_is_not_a_reward_model_is_refused(tiny_policy: Callable[..., Policy], tmp_path: Path) -> None:
     policy = tiny_policy("llama")
-    policy.save(tmp_path / "causal")
+    save(policy, tmp_path / "causal")
     with pytest.raises(ConfigError, match="not a reward model"):
         load_scorer(ModelSettings(path=str(tmp_path / "causal")))
     policy.model.config.num_labels = 3

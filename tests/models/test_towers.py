@@ -18,6 +18,8 @@ from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.data.packing import pack
 from groupwise.models.loading import load_policy, read_blueprint
 from groupwise.models.lora import adapt, adapter_size
+from groupwise.models.passes import forward
+from groupwise.models.saving import save
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Sample
@@ -70,13 +72,13 @@ def test_the_text_part_is_trained_and_what_reads_images_is_saved_as_it_was(name:
         behavior_logp=numbers,
     )
     (batch,) = pack([sample], 100, dtype=policy.dtype)
-    policy.forward(batch).hidden_PD.square().sum().backward()
+    forward(policy, batch).hidden_PD.square().sum().backward()
     with torch.no_grad():
         for parameter in policy.model.parameters():
             if parameter.grad is not None:
                 assert parameter.requires_grad
                 parameter -= 0.1 * parameter.grad + 0.01
-    policy.save(tmp_path / "after")
+    save(policy, tmp_path / "after")
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "after")
     assert type(again) is type(model)
     before, after = dict(model.named_parameters()), dict(again.named_parameters())
@@ -93,6 +95,6 @@ def test_an_adapter_of_all_layers_lies_on_the_text_part_alone(tmp_path: Path) ->
     settings = ModelSettings(path=str(tmp_path), device="cpu")
     lora = LoraSettings(targets="all-linear")
     adapted = adapt(load_policy(settings), lora, base="x")
-    assert adapted.trained and all("language_model." in name for name in adapted.trained)
+    assert adapted.adapter.trained and all("language_model." in name for name in adapted.adapter.trained)
     sizes = {name: parameter.numel() for name, parameter in adapted.model.named_parameters()}
-    assert adapter_size(weightless(read_blueprint(settings)), lora) == sum(sizes[name] for name in adapted.trained)
+    assert adapter_size(weightless(read_blueprint(settings)), lora) == sum(sizes[name] for name in adapted.adapter.trained)

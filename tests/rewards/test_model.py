@@ -23,8 +23,11 @@ from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, RewardError
+from groupwise.models import passes
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Answer, add_head, load_scorer, score_tokens, wrap_scorer
+from groupwise.models.saving import save
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.training.optimizer import Optimizer
@@ -39,7 +42,7 @@ def folder(tiny_policy: Callable[..., Policy], tmp_path: Path) -> Callable[..., 
     def make(pooling: str = "last", name: str = "reward", **options: Any) -> str:
         causal = tiny_policy(**options)
         scorer = wrap_scorer(add_head(causal.model, causal.tokenizer, causal.eos_ids, pooling, seed=3), causal.tokenizer)  # type: ignore[arg-type]
-        scorer.save(tmp_path / name)
+        save(scorer, tmp_path / name)
         return str(tmp_path / name)
 
     return make
@@ -84,20 +87,20 @@ def test_the_ids_that_are_scored_are_the_ids_that_were_trained_on(
     policy = tiny_policy()
     chosen, rejected = group_of(policy, "15", "1 5.")
     pair = Pair(id="0", prompt=chosen.prompt.tokens, chosen=chosen.tokens, rejected=rejected.tokens)
-    scorer = wrap_scorer(add_head(policy.frozen_copy().model, policy.tokenizer, policy.eos_ids, "mean", seed=3), policy.tokenizer)
+    scorer = wrap_scorer(add_head(frozen_copy(policy).model, policy.tokenizer, policy.eos_ids, "mean", seed=3), policy.tokenizer)
     scorer.model.requires_grad_(True)
     objective = reward_objective(RewardModelSettings(pooling="mean"))
     read: list[tuple[list[int], list[int]]] = []
-    original = Policy.forward
+    original = passes.hidden
 
-    def forward(self: Policy, batch: Any) -> Any:
-        read.append((batch.tokens_P.tolist(), batch.position_P.tolist()))
-        return original(self, batch)
+    def hidden(policy: Policy, tokens: torch.Tensor, position: torch.Tensor, attend: Any) -> torch.Tensor:
+        read.append((tokens.tolist(), position.tolist()))
+        return original(policy, tokens, position, attend)
 
-    monkeypatch.setattr(Policy, "forward", forward)
+    monkeypatch.setattr(passes, "hidden", hidden)
     optimizer = Optimizer(scorer.model, OptimizerSettings(lr=1e-3), 1)
     update(scorer, objective.loss, objective.samples([pair]), optimizer, budget=100, whole_groups=True)
-    scorer.save(tmp_path)
+    save(scorer, tmp_path)
     rewards = build(policy, str(tmp_path))
     read_in_training, read[:] = list(read), []
     rewards.score([[chosen, rejected]])
@@ -300,7 +303,7 @@ def test_peak_memory_is_that_of_one_micro_batch(tiny_policy: Callable[..., Polic
 def test_trl_takes_it_as_a_reward(tiny_policy: Callable[..., Policy], folder: Callable[..., str], tmp_path: Path) -> None:
     """A step of TRL's GRPOTrainer with our folder as `reward_funcs`: the logits it trains on are our scores of those ids."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    tiny_policy().save(tmp_path / "policy")
+    save(tiny_policy(), tmp_path / "policy")
     path = folder()
     scorer = load_scorer(ModelSettings(path=path))
     trainer = trl.GRPOTrainer(

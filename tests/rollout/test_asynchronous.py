@@ -22,6 +22,7 @@ from groupwise.config.settings import CorrectionSettings, GroupSettings, Optimiz
 from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
@@ -48,10 +49,10 @@ class Apart:
     def __init__(self, policy: Policy) -> None:
         self.policy, self.version, self.begun = policy, 0, []
         self.before_group: Callable[[str], None] = lambda name: None
-        self._copy = policy.frozen_copy()
+        self._copy = frozen_copy(policy)
 
     def set_version(self, version: int) -> None:
-        self.version, self._copy = version, self.policy.frozen_copy()
+        self.version, self._copy = version, frozen_copy(self.policy)
 
     def generate(self, prompts: Sequence[Prompt], **keywords: Any) -> Iterator[tuple[Rollout, ...]]:
         inner = NativeEngine(self._copy, max_rows=8)
@@ -105,7 +106,7 @@ def test_every_token_was_drawn_by_the_weights_that_it_names_and_none_is_older_th
 ) -> None:
     """Step k trains on what was begun after step k - 1 - ahead, and its log-probs are those of these weights."""
     engine, steps = run(PrefetchedRollouts(ahead, beside=beside), Apart if beside else NativeEngine, minibatches=2)
-    kept = [engine.policy.frozen_copy()]
+    kept = [frozen_copy(engine.policy)]
     for step in steps:
         age = min(step.number - 1, ahead)
         assert versions(step) == {2 * (step.number - 1 - age)}
@@ -119,7 +120,7 @@ def test_every_token_was_drawn_by_the_weights_that_it_names_and_none_is_older_th
         if age:
             newer = score(kept[-1], [sample_of(r) for r in rollouts], budget=1000).logp
             assert max(np.abs(own - r.behavior_logp).max() for own, r in zip(newer, rollouts, strict=True)) > 100 * gap
-        kept.append(engine.policy.frozen_copy())
+        kept.append(frozen_copy(engine.policy))
     assert len(kept) == 7
 
 

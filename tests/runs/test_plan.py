@@ -20,8 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from groupwise.cli import commands
 from groupwise.config.recipes import load_recipe
 from groupwise.data.packing import pack
+from groupwise.models.backbone import checkpointing
 from groupwise.models.fused import fused_modules
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
+from groupwise.models.saving import save
 from groupwise.models.shape import Shape
 from groupwise.records import Batch
 from groupwise.rollout.native.forward import SpecialisedForward
@@ -41,7 +44,7 @@ def kept(policy: Policy, batch: Batch) -> int:
     model = policy.model
     shapes = {shape for parameter in model.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
     with fused_modules(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.forward(batch)
+        forward(policy, batch)
     return sum(size for size, tensor in found.values() if tensor.shape not in shapes)
 
 
@@ -60,7 +63,7 @@ def test_what_checkpointing_keeps_is_predicted(family: str, tiny_policy: Callabl
     policy = tiny_policy(family, layers=6)
     batch = pack(random_samples(groups=5), 1 << 20)[0]
     shape, positions = Shape.of_policy(policy), batch.layout.total
-    with policy.checkpointing(True):
+    with checkpointing(policy, True):
         found = kept(policy, batch)
     assert found == pytest.approx(positions * (5 * 32 * 4 + kept_per_block(shape)), rel=0.15), (
         "five inputs, and the last block whole"
@@ -216,7 +219,7 @@ def planned(
 ) -> Callable[..., tuple[int, str]]:
     """Runs the command on a recipe whose checkpoint has no weights."""
     policy = tiny_policy()
-    policy.save(tmp_path / "model")
+    save(policy, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     tree = {
         "objective": "grpo", "steps": 3, "runs": str(tmp_path / "runs"), "model": {"path": str(tmp_path / "model")},
@@ -349,7 +352,7 @@ def test_a_bundled_recipe_is_planned_for_another_model_without_the_hub(
     """As docs/scaling.md has it: a tokenizer and rows of one's own take the places of those on the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    tiny_policy().save(tmp_path / "model")
+    save(tiny_policy(), tmp_path / "model")
     config = json.loads(Path("model/config.json").read_text()) | {"max_position_embeddings": 4096}
     Path("model/config.json").write_text(json.dumps(config))
     rows = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(20)]

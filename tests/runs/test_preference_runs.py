@@ -20,6 +20,7 @@ from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import GroupSettings, OptimizerSettings, ReplaySettings, RewardSettings
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
@@ -214,7 +215,7 @@ def test_gpt2_with_dropout_scores_what_it_sampled_p08_p09(tiny_policy: Callable[
         Optimizer(policy.model, OptimizerSettings(lr=0.0), 12),
         group=group,
         budget=64,
-        reference=policy.frozen_copy(),
+        reference=frozen_copy(policy),
     )
     for step in steps:
         found = step.metrics

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from groupwise.config.recipes import load_recipe, load_stages
 from groupwise.data.vocabulary import from_table
 from groupwise.errors import ConfigError, DataError, GroupwiseError
+from groupwise.models.saving import save
 from groupwise.runs import recorded
 from groupwise.runs.folder import choose_folder, read_step
 from groupwise.runs.run import Run, train
@@ -258,7 +259,7 @@ def test_a_checkpoint_with_nan_is_refused_by_name(recipe: Callable, tmp_path: Pa
     policy = tiny_policy()
     with torch.no_grad():
         policy.model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
-    policy.save(tmp_path / "nan")
+    save(policy, tmp_path / "nan")
     path = recipe(name="nan", **(GRPO | {"model": {"path": str(tmp_path / "nan"), "scratch": None}}))
     with pytest.raises(GroupwiseError, match=r"layers\.1\.mlp\.up_proj\.weight"):
         list(train(load_recipe(path)))
@@ -267,7 +268,7 @@ def test_a_checkpoint_with_nan_is_refused_by_name(recipe: Callable, tmp_path: Pa
 def test_a_tokenizer_larger_than_the_model_is_refused(recipe: Callable, tmp_path: Path, tiny_policy: Callable) -> None:
     policy = tiny_policy()
     policy.model.resize_token_embeddings(20)
-    policy.save(tmp_path / "small")
+    save(policy, tmp_path / "small")
     path = recipe(name="small", **(GRPO | {"model": {"path": str(tmp_path / "small"), "scratch": None}}))
     (tmp_path / "small" / "model.safetensors").write_bytes(b"")  # it is refused before weights are read
     with pytest.raises(DataError, match=r"tokens but the model's vocabulary has only 20"):
@@ -276,7 +277,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(recipe: Callable, tmp_path
 
 def test_no_eos_is_refused(recipe: Callable, tmp_path: Path, tiny_policy: Callable) -> None:
     policy = tiny_policy()
-    policy.save(tmp_path / "endless")
+    save(policy, tmp_path / "endless")
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
         file = tmp_path / "endless" / name
         if file.exists():

@@ -13,6 +13,7 @@ from groupwise.algorithms.resolve import corrected, resolve
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.settings import CorrectionSettings, GroupSettings
 from groupwise.errors import DataError
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Scored
@@ -56,7 +57,7 @@ def test_the_closed_form_gradient_equals_autograd(
     tokens = entropy_tokens(algorithm, samples)
     loss, through = 0.0, []
     for batch in batches_of(policy, worked(algorithm, samples), 20):  # several micro-batches
-        hidden = policy.forward(batch).hidden_PD[batch.trained_M]
+        hidden = forward(policy, batch).hidden_PD[batch.trained_M]
         logp_M, entropy_M = chosen_logprobs(
             hidden, policy.head, batch.target_P[batch.trained_M], batch.temperature_P[batch.trained_M],
             None, entropy=algorithm.needs_entropy,

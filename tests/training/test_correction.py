@@ -20,6 +20,7 @@ from groupwise.config.settings import CorrectionSettings, EngineSettings, GroupS
 from groupwise.data.packing import pack
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
@@ -159,7 +160,7 @@ def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, t
     take = optimizer.adamw.step
 
     def step() -> None:
-        seen.append(([master.grad.clone() for master in optimizer.masters], policy.frozen_copy()))
+        seen.append(([master.grad.clone() for master in optimizer.masters], frozen_copy(policy)))
         take()
 
     optimizer.adamw.step = step  # type: ignore[method-assign,assignment]

@@ -28,6 +28,7 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.loading import read_blueprint
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
+from groupwise.models.saving import save
 from groupwise.records import Batch, Scored
 from groupwise.runs import policies
 from groupwise.runs.run import train
@@ -141,7 +142,7 @@ def settled(critic: Critic) -> Critic:
 
 def scorer_of(policy: Policy, tmp_path: Path) -> Policy:
     """A critic's own backbone, other than the policy's."""
-    policy.save(tmp_path / "other")
+    save(policy, tmp_path / "other")
     return make_scorer(read_blueprint(ModelSettings(path=str(tmp_path / "other"))), ModelSettings(), pooling="last")
 
 

@@ -22,6 +22,7 @@ from groupwise.data.packing import pack, unpack
 from groupwise.data.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
 from groupwise.rewards.step_signals import with_turns
 from groupwise.rollout.native.engine import NativeEngine
@@ -377,7 +378,7 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
         Optimizer(policy.model, OptimizerSettings(lr=1e-3), 100),
         group=settings,
         budget=100,
-        reference=policy.frozen_copy() if algorithm.needs_reference else None,
+        reference=frozen_copy(policy) if algorithm.needs_reference else None,
         critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
         teacher=Teacher(policy=tiny_policy("llama", dtype=torch.float64, scale=1.7)) if algorithm.needs_teacher else None,
     )

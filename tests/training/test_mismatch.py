@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.mismatch import diagnose
@@ -105,7 +106,7 @@ def test_dtype(policy: Policy) -> None:
 
 
 def test_stale_weights(policy: Policy, tiny_policy: Callable[..., Policy]) -> None:
-    old = policy.frozen_copy()
+    old = frozen_copy(policy)
     with torch.no_grad():
         for parameter in old.model.parameters():
             parameter.mul_(0.9)

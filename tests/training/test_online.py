@@ -19,7 +19,9 @@ from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import Diverged, RewardError
+from groupwise.models.moe import router_coefficient
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
@@ -76,7 +78,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
             Optimizer(policy.model, optimizer or OptimizerSettings(lr=1e-3), 100),
             group=settings,
             budget=budget,
-            reference=policy.frozen_copy() if algorithm.needs_reference else None,
+            reference=frozen_copy(policy) if algorithm.needs_reference else None,
             critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
             teacher=Teacher(policy=tiny_policy("llama", scale=1.7)) if algorithm.needs_teacher else None,
             checkpointing=checkpointing,
@@ -173,7 +175,7 @@ def test_samples_without_advantage_are_computed_where_experts_are_balanced(tiny_
         policy = tiny_policy("mixtral")
         policy.model.config.output_router_logits = coefficient > 0
         policy.model.config.router_aux_loss_coef = coefficient
-        assert policy.router_coefficient == coefficient
+        assert router_coefficient(policy) == coefficient
         found = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(lr=1e-3), 3), budget=100)
         assert len(found.samples) == computed
 

@@ -16,6 +16,7 @@ from groupwise.data.pairs import Pair
 from groupwise.data.step_labels import Solution
 from groupwise.distributed.comm import World
 from groupwise.errors import ConfigError
+from groupwise.models import passes
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import add_head, wrap_scorer
@@ -235,12 +236,17 @@ def test_a_pair_is_never_cut_and_its_prompt_is_computed_once(
 ) -> None:
     policy, pairs = scorer(dtype=torch.float32), random_pairs()
     objective = reward_objective(RewardModelSettings(pooling="last"))
-    batches = []
-    original = Policy.forward
-    monkeypatch.setattr(Policy, "forward", lambda self, batch: (batches.append(batch), original(self, batch))[1])
+    sizes: list[int] = []
+    hidden = passes.hidden
+
+    def counted(policy: Policy, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+        sizes.append(tokens.numel())
+        return hidden(policy, tokens, *rest)
+
+    monkeypatch.setattr(passes, "hidden", counted)
     assess(policy, objective.loss, objective.samples(pairs), budget=1, whole_groups=True)
     expected = [p.prompt.size - 1 + p.chosen.size + p.rejected.size + 2 for p in pairs]
-    assert sorted(batch.layout.total for batch in batches) == sorted(expected)
+    assert sorted(sizes) == sorted(expected)
 
 
 @pytest.mark.parametrize("objective", ["reward", "dpo", "prm"])

@@ -25,6 +25,7 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Sample, Sampling, Scored
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.native.engine import NativeEngine
@@ -167,7 +168,7 @@ def test_a_policy_that_is_its_teacher_stays_as_it_is(tiny_policy: Callable) -> N
     prompts = [Prompt(id=f"0/{i}", tokens=np.arange(6, 9 + i), text="") for i in range(4)]
     drawn = NativeEngine(policy, max_rows=16).generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=8), seed=0)
     groups = [unjudged(rollouts) for rollouts in drawn]
-    teacher = Teacher(policy=policy.frozen_copy())
+    teacher = Teacher(policy=frozen_copy(policy))
     for name in ("distill", "distill_sampled", "minillm"):
         algorithm = resolve(name, GroupSettings(group_size=3), 8)
         scored = with_teacher(with_scores(groups, policy, 200), teacher, 200)

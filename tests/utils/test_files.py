@@ -14,6 +14,7 @@ from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.data.tokenizers import arithmetic_tokenizer, make_tokenizer, with_chat_template
 from groupwise.errors import ConfigError
 from groupwise.models.loading import read_blueprint
+from groupwise.models.saving import save
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 
@@ -32,7 +33,7 @@ def test_a_home_folder_is_found_by_its_sign(home: Path) -> None:
 
 def test_every_path_of_a_recipe_may_lie_in_the_home_folder(home: Path, tiny_policy) -> None:  # type: ignore[no-untyped-def]
     assert run_folder(Recipe(name="a/b", objective="grpo", runs="~/r")) == home / "r" / "a" / "b"
-    tiny_policy().save(home / "m")
+    save(tiny_policy(), home / "m")
     assert (
         read_blueprint(ModelSettings(path="~/m")).config["model_type"]
         == read_blueprint(ModelSettings(path=str(home / "m"))).config["model_type"]

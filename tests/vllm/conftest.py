@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from groupwise.models.policy import Policy
+from groupwise.models.saving import save
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {"hidden": 64, "heads": 2, "kv_heads": 1}
@@ -70,7 +71,7 @@ def serving(tiny_policy: Callable[..., Policy], tmp_path_factory: pytest.TempPat
     policy = tiny_policy("llama", scale=4.0, **SHAPE)
     assert policy.model.config.tie_word_embeddings
     folder = tmp_path_factory.mktemp("served")
-    policy.save(folder / "model")
+    save(policy, folder / "model")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

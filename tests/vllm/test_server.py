@@ -19,6 +19,8 @@ import torch
 from groupwise.errors import EngineError, PeerError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
+from groupwise.models.saving import save
+from groupwise.models.sharded import frozen_copy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.native.engine import NativeEngine
@@ -222,7 +224,7 @@ def test_a_tied_head_kept_stale_is_found(engine: VllmEngine, prompts: list[Promp
     """vLLM's own reload on a CPU renews the embedding and not the packed head: the trap that the plug-in closes."""
     draw(engine, prompts)
     moved(engine.policy)
-    engine.policy.save(tmp_path)
+    save(engine.policy, tmp_path)
     wire = engine.servers.clients[0]
     wire.post("/pause?mode=abort", timeout=10)
     wire.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}, timeout=60)
@@ -247,7 +249,7 @@ def test_p4_a_server_of_another_model_is_refused(serving: Any, tiny_policy: Call
 
 def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: Any, moved: Callable) -> None:
     """Tokens before are those of the old weights, tokens after those of the new ones, keys and values of the old ones included."""
-    old, sampling = serving.policy.frozen_copy(), Sampling(temperature=1.3, max_new_tokens=90)
+    old, sampling = frozen_copy(serving.policy), Sampling(temperature=1.3, max_new_tokens=90)
     engine = VllmEngine(serving.policy, servers=[serving.url], in_flight=True)
     engine.set_version(7)
     prompts = [Prompt(id=str(i), tokens=np.array([7, 9 + i]), text="") for i in range(12)]
@@ -258,7 +260,7 @@ def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: An
         thread.start()
         while computed_tokens(Client(serving.url)) < before + 60:
             time.sleep(0.01)
-        old = serving.policy.frozen_copy()
+        old = frozen_copy(serving.policy)
         moved(serving.policy)
         engine.set_version(engine.version + 1)
         thread.join(60)

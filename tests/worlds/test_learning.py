@@ -10,6 +10,7 @@ import pytest
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import add_head, wrap_scorer
+from groupwise.models.sharded import frozen_copy
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
@@ -56,14 +57,14 @@ def distance(world: object, reference: Policy) -> float:
 def test_beta_keeps_the_policy_near_its_reference(say: Callable) -> None:
     """By every estimator in the loss, and in the reward, which is then only followed as far as it pays."""
     free = say(lr=1e-2)
-    start = free.policy.frozen_copy()
+    start = frozen_copy(free.policy)
     for _ in free.train("grpo", 20, **SIZE):
         pass
     far = distance(free, start)
     assert far > 1.5
     for preset, kl in (("grpo", "k2"), ("grpo", "k3"), ("grpo", "k3_ratio"), ("rloo", None)):
         tied = say(lr=1e-2)
-        steps = list(tied.train(preset, 20, reference=tied.policy.frozen_copy(), beta=1.0, kl=kl, **SIZE))
+        steps = list(tied.train(preset, 20, reference=frozen_copy(tied.policy), beta=1.0, kl=kl, **SIZE))
         assert distance(tied, start) < 0.45 * far, kl  # k3's pull grows more slowly than that of the others
         assert steps[0].metrics["kl"] == pytest.approx(0.0, abs=1e-6)
         assert np.mean([step.metrics["kl"] for step in steps]) < 0.5

@@ -11,6 +11,7 @@ import torch
 from groupwise.config.settings import OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.models.policy import Policy
+from groupwise.models.sharded import frozen_copy
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.optimizer import Optimizer
@@ -41,7 +42,7 @@ def test_the_answers_are_learnt_from_a_teacher_that_knows_them(
         learner = say(prompts=4, lr=3e-3, seed=20, hidden=64)
         rows = learner.train("grpo", 28, updates_per_rollout=2, **SIZE)
         assert np.mean([step.metrics["reward"] for step in rows][-5:]) > 0.9
-        masters.append(learner.policy.frozen_copy())
+        masters.append(frozen_copy(learner.policy))
     made = say(prompts=4, lr=lr, seed=0)
     assert size(masters[0]) > 3.5 * size(made.policy)
     teacher = Teacher(policy=masters[0])
@@ -77,7 +78,7 @@ def test_distillation_beats_imitation_on_as_many_tokens(world: Callable) -> None
     for beta in (0.0, 1.0):
         student = world(**nobody, lr=1e-2, seed=0)
         divergence = {"name": "jsd", "beta": beta}
-        teacher = Teacher(policy=master.policy.frozen_copy())
+        teacher = Teacher(policy=frozen_copy(master.policy))
         steps = list(student.train("distill", 26, teacher=teacher, divergence=divergence, prompts_per_step=8, group_size=4))
         tokens = max(tokens, sum(step.metrics["tokens/trained"] for step in steps))
         found.append(distance(student, master.policy))

@@ -15,6 +15,7 @@ import math
 import os
 import string
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -29,6 +30,8 @@ from groupwise.errors import ConfigError, DataError, EngineError, RunError
 from groupwise.models import loading
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.policy import Policy
+from groupwise.models.saving import save
+from groupwise.models.sharded import frozen_copy
 from groupwise.proof.prove import UNSAID, prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Sample, Sampling
@@ -73,6 +76,14 @@ class LoadedPolicy(Policy):
     conversed: bool = False
     """True of a policy that was trained with tools or in an environment."""
 
+    def save(self, folder: Path) -> None:
+        """Write a plain Hugging Face folder; see `models.saving.save`."""
+        save(self, folder)
+
+    def frozen_copy(self) -> LoadedPolicy:
+        """A copy of the weights as they are now, for a reference; see `models.sharded.frozen_copy`."""
+        return frozen_copy(self)
+
     def __repr__(self) -> str:
         """One line: neither the weights nor the vocabulary are printed."""
         size = sum(parameter.numel() for parameter in self.model.parameters())
@@ -88,7 +99,7 @@ class LoadedPolicy(Policy):
     @classmethod
     def of(cls, policy: Policy, origin: Origin | None = None) -> LoadedPolicy:
         """A policy, asked as the run that made it asked."""
-        found = cls(**policy.as_fields())
+        found = cls(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)})
         if origin is None:
             return found
         data, rollout = origin.recipe.data, origin.recipe.rollout

@@ -1,6 +1,6 @@
 """FSDP2: weights, gradients and optimizer state of a model, sharded over the processes block by block.
 
-`models/sharded_policy.py` says which blocks of a policy, and makes it whole again to sample and to be saved.
+`models/sharded.py` says which blocks of a policy, and makes it whole again to sample and to be saved.
 """
 
 from __future__ import annotations

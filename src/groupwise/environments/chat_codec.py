@@ -109,10 +109,10 @@ class ChatCodec:
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         return {**self.variables, **self._template.shielded(request.variables)}
 
-    def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
+    def decode(self, tokens: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
         """Text of ids.  special: with that of special tokens."""
         with self.lock:
-            return str(self.tokenizer.decode(list(map(int, tokens)), skip_special_tokens=not special))
+            return str(self.tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
 
     def read(self, sampled: SampledTokens, request: ChatRequest, thinking: bool, stop: Sequence[str]) -> ChatResponse:
         """A turn as a message, up to the first of the strings at which it stopped.  Calls that cannot be read stay text."""
@@ -179,7 +179,7 @@ class ServedTurns:
                 ids = np.concatenate([ids, tokens])
                 if self.past == "split":
                     whole, text = self.codec.render(request)
-                    ids = ids if text == self.codec.decode(ids.tolist()) else whole
+                    ids = ids if text == self.codec.decode(ids) else whole
                 return RenderedRequest(ids, opens_thinking(text), new, served.turn)
         tokens, text = self.codec.render(request)
         return RenderedRequest(tokens, opens_thinking(text), request.messages, None)

@@ -449,7 +449,7 @@ class HarnessEpisode:
         turn, drawn = turns[which], self._drawn[which]
         seconds = time.monotonic() - drawn.at
         if rendered is None:
-            turns[which] = replace(turn, seconds=seconds, answer=self.codec.decode(new.tolist()))
+            turns[which] = replace(turn, seconds=seconds, answer=self.codec.decode(new))
             return
         results = {message.get("tool_call_id"): str(message["content"]) for message in rendered.new_messages
                    if message["role"] == "tool"}  # fmt: skip

@@ -309,7 +309,7 @@ class ToolEpisode:
         return ids
 
     def _decoded(self, ids: np.ndarray) -> str:
-        return str(self._world.template.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        return str(self._world.template.tokenizer.decode(ids, skip_special_tokens=False))
 
     def _over(self, finish: Finish, why: str = "") -> Reply:
         """The episode ends: its environment is asked for its reward, and closed.   why: it has failed, and cannot be asked."""
@@ -338,7 +338,7 @@ class ToolEpisode:
     def _parsed(self, tokens: list[int], finish: Finish) -> ParsedTurn:
         """The turn taken apart."""
         tokenizer, form = self._world.template.tokenizer, self._world.form if self._kind.schemas else None
-        body = tokens if form == "channels" or finish is not Finish.EOS else tokens[:-1]
+        body = np.array(tokens if form == "channels" or finish is not Finish.EOS else tokens[:-1], np.int64)
         if form is None:
             reasoning, content = split_thinking(str(tokenizer.decode(body, skip_special_tokens=True)), self._thinking)
             content = content.strip("\n") if reasoning is not None else content

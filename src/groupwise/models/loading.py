@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -42,7 +42,7 @@ from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
-from groupwise.models.policy import Policy
+from groupwise.models.policy import AnyPolicy, Policy
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.shape import language_part
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
@@ -357,9 +357,6 @@ def make_policy(
         switches=rope.switches(model),
     )
     return policy if empty else with_facts(policy)
-
-
-AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 
 
 def with_facts(policy: AnyPolicy) -> AnyPolicy:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError
-from groupwise.models.attention import Attend
-from groupwise.models.policy import ForwardOutput, Policy
-from groupwise.records import Batch
+from groupwise.models.policy import Adapter, Policy
 from groupwise.utils.spelling import nearest
 
 ADAPTER, FOLDER, FILE = "default", "adapter", "adapter_model.safetensors"
@@ -37,109 +35,33 @@ ADAPTER_CONFIG = "adapter_config.json"
 """Marks a folder as a low-rank adapter in peft's format."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AdaptedPolicy(Policy):
-    """A policy of which only an adapter is trained, and the score head where it has one."""
-
-    lora: Any
-    """peft's configuration."""
-    trained: tuple[str, ...]
-    """Names of the trained parameters."""
-
-    def frozen_copy(self) -> Policy:
-        """The weights below the adapter, which are not copied: see `bare`."""
-        return bare(self)
-
-    def merged(self) -> PreTrainedModel:
-        """A copy of the model with the adapter merged into its weights."""
-        return _plain(self.model, merge=True)
-
-    def save(self, folder: Path) -> None:
-        """A plain Hugging Face folder of the merged model, and the adapter in `adapter/`."""
-        Policy.save(self, folder)
-        self._write(folder / FOLDER, dict(self.model.named_parameters()))
-        self.tokenizer.save_pretrained(folder / FOLDER)  # so that the adapter's folder alone is enough for peft
-
-    def keep(self, folder: Path) -> None:
-        """The adapter alone: its base is where it was.  See `Policy.keep`."""
-        self.keep_parts(folder, dict(self.model.named_parameters()))
-
-    def keep_parts(self, folder: Path, parameters: Mapping[str, Tensor]) -> None:
-        """`keep`, of trained parameters that are given."""
-        self._write(folder, parameters)
-        self.model.config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-
-    def restore(self, folder: Path) -> None:
-        """Take over an adapter that `keep` wrote, bit for bit."""
-        kept = load_file(folder / FILE)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if name in self.trained:
-                    parameter.copy_(kept[_file_name(name)])
-
-    def _write(self, folder: Path, parameters: Mapping[str, Tensor]) -> None:
-        folder.mkdir(exist_ok=True)
-        self.lora.save_pretrained(str(folder))
-        save_file({_file_name(name): parameters[name].detach().cpu().contiguous() for name in self.trained}, folder / FILE)
+def keep_adapter(policy: Policy, folder: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Write the adapter alone: its base is where it was.   parameters: at least the trained ones."""
+    write_adapter(policy, folder, parameters)
+    policy.model.config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class BarePolicy(Policy):
-    """The weights under an adapter, seen through the policy that has it.  It is the policy's own model: it cannot be trained."""
-
-    adapted: Policy
-
-    @property
-    def device(self) -> torch.device:
-        """Where the policy computes."""
-        return self.adapted.device
-
-    @property
-    def sharded(self) -> bool:
-        """True if the policy is sharded."""
-        return self.adapted.sharded
-
-    @contextmanager
-    def gathered(self) -> Iterator[Policy]:
-        """The weights under the gathered policy's adapter."""
-        with self.adapted.gathered() as whole:
-            yield bare(whole)
-
-    def frozen_copy(self) -> Policy:
-        """Itself: the weights under an adapter are never trained."""
-        return self
-
-    def merged(self) -> PreTrainedModel:
-        """A model without the adapter, whose weights are the policy's own."""
-        return _plain(self.model, merge=False)
-
-    @property
-    def backbone(self) -> Callable[..., Any]:
-        """The policy's, always with the adapter off."""
-
-        def run(**inputs: Any) -> Any:
-            with adapter_off(self.model):
-                return self.adapted.backbone(**inputs)
-
-        return run
-
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        """The policy's, with the adapter off."""
-        with adapter_off(self.model):
-            return self.adapted.hidden(tokens_T, position_T, attend)
-
-    def forward(self, batch: Batch) -> ForwardOutput:
-        """The policy's, with the adapter off and without a gradient."""
-        with adapter_off(self.model), torch.no_grad():
-            return self.adapted.forward(batch)
-
-    def reshard(self) -> None:
-        """Free the gathered weights of the policy."""
-        self.adapted.reshard()
+def write_adapter(policy: Policy, folder: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Write the adapter in peft's format.   parameters: at least the trained ones."""
+    assert policy.adapter is not None
+    folder.mkdir(exist_ok=True)
+    policy.adapter.config.save_pretrained(str(folder))
+    trained = {_file_name(name): parameters[name].detach().cpu().contiguous() for name in policy.adapter.trained}
+    save_file(trained, folder / FILE)
 
 
-def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> AdaptedPolicy:
+def restore_adapter(policy: Policy, folder: Path) -> None:
+    """Take over an adapter that `keep_adapter` wrote, bit for bit."""
+    assert policy.adapter is not None
+    kept = load_file(folder / FILE)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if name in policy.adapter.trained:
+                parameter.copy_(kept[_file_name(name)])
+
+
+def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Policy:
     """Put a new adapter into a policy's model, which is used up by it; at first it changes nothing.
 
     base: where the weights come from, for the adapter's file.
@@ -163,7 +85,7 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Ad
         score.requires_grad_(True)
         config.modules_to_save = ["score"]  # for the file: peft would otherwise wrap it
     trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return AdaptedPolicy(**policy.as_fields(), lora=config, trained=trained)
+    return replace(policy, adapter=Adapter(config=config, trained=trained))
 
 
 def inject(model: nn.Module, config: Any) -> None:
@@ -207,11 +129,6 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
     """Parameters that an adapter would add to a model, which may be on the meta device and is used up by it."""
     inject(model, _config(lora, "", scores=False))
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
-
-
-def bare(policy: Policy) -> BarePolicy:
-    """The weights under a policy's adapter: the reference that costs nothing."""
-    return BarePolicy(**policy.as_fields(), adapted=policy)
 
 
 @contextmanager
@@ -273,7 +190,7 @@ def _file_name(name: str) -> str:
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
-def _plain(model: PreTrainedModel, *, merge: bool) -> PreTrainedModel:
+def model_without_layers(model: PreTrainedModel, *, merge: bool) -> PreTrainedModel:
     """A model of the same class without the adapter's layers.   merge: with the adapter in its weights, which alone are copied."""
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
     weights: dict[str, Tensor] = {}

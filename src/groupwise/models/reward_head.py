@@ -34,6 +34,7 @@ from groupwise.data.packing import unpack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import Blueprint, embedding_rows, is_scorer, make_policy, read_blueprint
+from groupwise.models.passes import forward, packed_for
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample
 
@@ -178,8 +179,8 @@ def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> l
         for answer in answers
     ]
     found = [np.zeros(answer.completion.size) for answer in answers]
-    for batch in policy.packed(samples, budget):
-        score_M = head_scores(policy, policy.forward(batch).hidden_PD[batch.trained_M])
+    for batch in packed_for(policy, samples, budget):
+        score_M = head_scores(policy, forward(policy, batch).hidden_PD[batch.trained_M])
         for index, values in unpack(batch, _spread(batch, score_M), samples):
             found[index] = values[1:].astype(np.float64)
     return found

@@ -20,7 +20,9 @@ from torch import Tensor
 from groupwise.data.packing import unpack
 from groupwise.distributed import fsdp
 from groupwise.models.attention import plain_attention
+from groupwise.models.backbone import layers
 from groupwise.models.fused import fused_modules
+from groupwise.models.passes import forward, packed_for
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import head_scores, reads_tokens
 from groupwise.ops.in_place_gradients import summed_in_place
@@ -115,9 +117,9 @@ def run_pass(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassR
         fused_modules(model, keep=not policy.sharded),
         summed_in_place(gradients and not policy.sharded),
     ):
-        for batch in policy.packed(samples, sum(text.size + 1 for text in texts)):
+        for batch in packed_for(policy, samples, sum(text.size + 1 for text in texts)):
             rows_M = batch.trained_M
-            hidden_MD = policy.forward(batch).hidden_PD[rows_M]
+            hidden_MD = forward(policy, batch).hidden_PD[rows_M]
             if scores:
                 value_M = head_scores(policy, hidden_MD)
             else:
@@ -150,7 +152,7 @@ def some_gradients(policy: Policy, *, head: bool) -> Iterator[None]:
     """
     model = policy.model
     many = not policy.sharded and sum(p.numel() for p in model.parameters()) > MANY
-    between = [p for block in policy.layers()[1:-1] for p in block.parameters() if p.ndim > 1] if many else []
+    between = [p for block in layers(policy)[1:-1] for p in block.parameters() if p.ndim > 1] if many else []
     parts = [] if head else [model.get_input_embeddings(), model.get_output_embeddings()]
     tables = [part.weight for part in parts if part is not None]
     left_out = [p for p in (*between, *tables) if p.requires_grad]

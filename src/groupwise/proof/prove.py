@@ -24,8 +24,11 @@ from torch import Tensor
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
+from groupwise.models.backbone import checkpointing
 from groupwise.models.masks import REMEDY
-from groupwise.models.policy import BALANCE, Policy
+from groupwise.models.moe import BALANCE, router_coefficient
+from groupwise.models.passes import forward, packed_for, reshard
+from groupwise.models.policy import Policy
 from groupwise.models.reward_head import REMEDY as SCORES_REMEDY
 from groupwise.models.reward_head import reads_tokens
 from groupwise.proof import cache
@@ -94,7 +97,7 @@ def prove(
             proof = case.proven()
     finally:
         policy.model.eval().zero_grad(set_to_none=True)
-        policy.reshard()
+        reshard(policy)
     cache.write(key, proof)
     return proof
 
@@ -238,7 +241,7 @@ class _Case:
     def update(self, texts: Sequence[Text], recompute: bool) -> PassResults:
         """As the run makes it; without gradients where nothing is trained."""
         self.policy.model.train(self.train)  # whatever mode somebody has left it in, nothing is dropped
-        with self.policy.checkpointing(True) if recompute else nullcontext():
+        with checkpointing(self.policy, True) if recompute else nullcontext():
             return run_pass(self.policy, texts, gradients=self.train)
 
     def compare_updates(self, texts: Sequence[Text], trained: PassResults, expected: PassResults) -> list[str]:
@@ -251,7 +254,7 @@ class _Case:
             self.compare_gradients("training", self.update(texts, False).gradient, expected.gradient, self.remedy)
             self.compare_gradients("recompute", trained.gradient, expected.gradient, AGAIN)
         paths = ["training", *(["recompute"] if self.recompute else [])]
-        if self.policy.router_coefficient > 0.0:
+        if router_coefficient(self.policy) > 0.0:
             self.compare_router(texts[-1])
             paths.append("router")
         return paths
@@ -259,15 +262,15 @@ class _Case:
     def compare_router(self, text: Text) -> None:
         """The loss that balances experts, of one text: transformers' own value and its gradients."""
         policy, model = self.policy, self.policy.model
-        (batch,) = policy.packed([text.sample], text.size + 1)
-        ours: Any = policy.forward(batch).router_loss
+        (batch,) = packed_for(policy, [text.sample], text.size + 1)
+        ours: Any = forward(policy, batch).router_loss
         ours.backward()
         gradient = take_gradients(policy)
         with plain_attention(model):
             loss = getattr(model(input_ids=batch.tokens_P[None], use_cache=False, output_router_logits=True), "aux_loss", None)
         if loss is None:
             raise ConfigError(f"{self.family} has no loss that balances experts; {BALANCE}")
-        theirs = policy.router_coefficient * loss
+        theirs = router_coefficient(policy) * loss
         theirs.backward()
         self.compare("router", *([loss.detach().cpu().numpy()[None]] for loss in (ours, theirs)), remedy=BALANCE)
         self.compare_gradients("router", gradient, take_gradients(policy), BALANCE)

@@ -19,7 +19,6 @@ from groupwise.models.loading import WINDOWS
 from groupwise.models.masks import ATTRIBUTE, Reach
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import readout, reads_tokens
-from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.proof.passes import Text
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.engine import Engine
@@ -155,10 +154,8 @@ def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int 
 
 def endless(policy: Policy, context: int) -> Policy:
     """A policy whose completions no token ends, and that needs no tokenizer."""
-    changes: dict[str, Any] = {"eos_ids": (), "context": context, "tokenizer": _NoText()}
-    if isinstance(policy, ShardedPolicy):
-        changes["plain"] = endless(policy.plain, context)
-    return replace(policy, **changes)
+    tokenizer: Any = _NoText()
+    return replace(policy, eos_ids=(), context=context, tokenizer=tokenizer)
 
 
 def _sample(policy: Policy, group: str, prompt: np.ndarray, completion: np.ndarray) -> Sample:

@@ -156,17 +156,17 @@ def make_rollout(
             f"the policy's logits for prompt {prompt.id} are not finite (completion {index}, token "
             f"{int(np.argmin(np.isfinite(behavior_logp)))}): its weights have diverged; go back to an earlier checkpoint"
         )
-    ids = [int(token) for token in tokens]
+    ids = np.array(tokens, dtype=np.int64)
     return Rollout(
         prompt=prompt,
         index=index,
-        tokens=np.array(ids, dtype=np.int64),
+        tokens=ids,
         behavior_logp=behavior_logp,
         finish=finish,
         eos_ids=policy.eos_ids,
         sampling=sampling,
         text=str(policy.tokenizer.decode(ids, skip_special_tokens=not keep_special_tokens)),
-        version=np.full(len(ids), version, dtype=np.int64),
+        version=np.full(ids.size, version, dtype=np.int64),
         support=support,
         trained=trained,  # type: ignore[arg-type]
         episode=episode,

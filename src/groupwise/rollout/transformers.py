@@ -37,6 +37,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 from groupwise.environments.conversation import EpisodeWorld, Stream
 from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
+from groupwise.models.moe import router_coefficient
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting, make_rollout
@@ -169,7 +170,7 @@ class TransformersEngine(InProcess):
                 out: Any = model.generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),
-                    **({"output_router_logits": False} if policy.router_coefficient else {}),
+                    **({"output_router_logits": False} if router_coefficient(policy) else {}),
                     **({} if cache is None else {"past_key_values": cache}),
                     generation_config=_explicit(sampling, max(limits), policy.pad_id),
                     logits_processor=LogitsProcessorList([_Vocabulary(policy.vocabulary), *_warpers(sampling), drawn.watch]),

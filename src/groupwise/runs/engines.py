@@ -15,7 +15,7 @@ from groupwise.data.prompts import visit
 from groupwise.environments.conversation import EpisodeWorld
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
-from groupwise.models.sharded_policy import ShardedPolicy
+from groupwise.models.sharded import whole_policy
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
@@ -34,7 +34,7 @@ Make = Callable[[Policy, RolloutSettings, EpisodeWorld | None], Engine]
 
 def _in_process(engine: Callable[..., Engine]) -> Make:
     def make(policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None) -> Engine:
-        if isinstance(policy, ShardedPolicy):
+        if policy.sharded:
             return GatheredEngine(policy, lambda plain: make(plain, settings, world))
         return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, world=world)
 
@@ -107,8 +107,7 @@ def mixture(mix: float, settings: RolloutSettings) -> Sampler:
     """The same of `mixed_engine`.  A mixture of a model with itself is the model, whose two caches must agree."""
 
     def make(policy: Policy, *, max_rows: int, world: EpisodeWorld | None) -> Engine:
-        plain = policy.plain if isinstance(policy, ShardedPolicy) else policy
-        return mixed_engine(policy, plain, mix, replace(settings, max_rows=max_rows))
+        return mixed_engine(policy, whole_policy(policy), mix, replace(settings, max_rows=max_rows))
 
     return Sampler(make=make, name=f"a mixture with {mix:g}", path="sampling from a mixture", remedy="set group.mix to 0")
 
@@ -162,7 +161,7 @@ def agreeing(steps: Iterator[Step], engine: Engine, why: Callable[[Step], str] |
 
 def why_apart(step: Step, policy: Policy, reference: Policy | None) -> str:
     """The mismatch meter's word on a step that was just trained on, with the weights after it; empty if it has none."""
-    if isinstance(policy, ShardedPolicy) or type(reference) not in (Policy, type(None)):
+    if policy.sharded or (reference is not None and (reference.sharded or not reference.adapter_on)):
         return ""  # weights that are spread, or shared with a reference: neither can be copied to be looked at
     pairs = [
         (rollout, logp)

@@ -23,8 +23,7 @@ from groupwise.data.order import Order
 from groupwise.data.tasks import breakdown_of
 from groupwise.distributed import comm
 from groupwise.models.loading import Blueprint
-from groupwise.models.lora import bare
-from groupwise.models.policy import Policy
+from groupwise.models.policy import Policy, without_adapter
 from groupwise.models.shape import Shape
 from groupwise.proof.prove import prove
 from groupwise.records import Prompt, Step
@@ -184,7 +183,7 @@ def make_learner(
     policy = hold(recipe, blueprint, language_model, resume)
     anchor = None
     if algorithm.needs_reference:
-        anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
+        anchor = without_adapter(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
     assert recipe.steps is not None
     learning = recipe.steps - (recipe.critic.pretrain if algorithm.needs_value else 0)
     updates = learning * recipe.group.updates_per_rollout * recipe.group.minibatches
@@ -332,7 +331,7 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
     anchor = None
     if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
         anchor = policy if reference is None or not reference.exists() else reference_of(recipe, policy, reference)
-        anchor = bare(policy) if recipe.model.lora is not None else anchor
+        anchor = without_adapter(policy) if recipe.model.lora is not None else anchor
         rows, held_out, watched = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out, watched))
     optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
     order = Order(len(rows), recipe.seed, recipe.data.shuffle)

@@ -31,10 +31,10 @@ from groupwise.models.loading import (
     resolve_device,
     unbuildable,
 )
-from groupwise.models.lora import AdaptedPolicy, bare
+from groupwise.models.lora import restore_adapter
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
-from groupwise.models.sharded_policy import shard, shard_from_checkpoint
+from groupwise.models.sharded import frozen_copy, shard, shard_from_checkpoint
 from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.runs.plan import Lines
@@ -100,15 +100,15 @@ def hold(
 
 def _resumed(policy: Policy, folder: Path | None) -> Policy:
     """The policy, whose adapter, where it has one, continues from a checkpoint's; other policies are read from there."""
-    if folder is not None and isinstance(policy, AdaptedPolicy):
-        policy.restore(folder)
+    if folder is not None and policy.adapter is not None:
+        restore_adapter(policy, folder)
     return policy
 
 
 def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
     """The weights before the first step: a copy of the policy, or on resume what was saved then.  Never loaded by name."""
     if folder is None or not folder.exists():
-        return policy.frozen_copy()
+        return frozen_copy(policy)
     settings = replace(recipe.model, path=str(folder), scratch=None)
     kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: make_policy(blueprint.load(), blueprint.tokenizer, settings))
     kept.model.requires_grad_(False)
@@ -158,7 +158,7 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
     elif settings.ema == 1.0:
         kept = policy
     else:
-        kept = bare(policy) if recipe.model.lora is not None else policy.frozen_copy()
+        kept = frozen_copy(policy)
     return Teacher(
         policy=kept,
         servers=servers,

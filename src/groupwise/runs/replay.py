@@ -27,6 +27,7 @@ from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
+from groupwise.models.saving import save_to_resume
 from groupwise.records import Scored, Step
 from groupwise.rewards.compose import combine
 from groupwise.rollout.dynamic_sampling import Collected
@@ -510,7 +511,7 @@ def _weights(saved: Path, learner: Learner) -> tuple[list[np.ndarray], list[np.n
 
     temporary = files.temporary_folder("replay")
     try:
-        learner.policy.keep(temporary)
+        save_to_resume(learner.policy, temporary)
         both: list[dict[str, Tensor]] = []
         for folder in (saved / "policy", temporary):
             both.append({name: t for path in sorted(folder.rglob("*.safetensors")) for name, t in load_file(str(path)).items()})

@@ -23,6 +23,7 @@ from groupwise.distributed import comm
 from groupwise.errors import Ended, GroupwiseError, PeerError
 from groupwise.models.loading import resolve_device
 from groupwise.models.policy import Policy
+from groupwise.models.saving import export
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.dashboards import base as dashboards
@@ -336,5 +337,5 @@ def _export(policy: Policy, folder: Path, what: str) -> None:
 
     temporary = comm.from_first(prepare)
     with files.storing(folder, what):
-        policy.export(temporary)
+        export(policy, temporary)
     comm.from_first(name)

@@ -22,7 +22,9 @@ from torch import Tensor
 from groupwise.config.settings import Recipe
 from groupwise.distributed import comm, sharded_checkpoint
 from groupwise.errors import CheckpointError, GroupwiseError, RunError, StorageError
-from groupwise.models.sharded_policy import ShardedPolicy
+from groupwise.models.policy import Policy
+from groupwise.models.saving import save_to_resume
+from groupwise.models.sharded import own_parts, write_parts
 from groupwise.runs import checkpoint
 from groupwise.runs.folder import FINAL
 from groupwise.runs.job import Job, make_job
@@ -53,12 +55,12 @@ class Saver:
             return
         policy, tensors = self.job.policy, self.job.tensors()
         weights = sum(parameter.nbytes for parameter in policy.model.parameters())
-        if not isinstance(policy, ShardedPolicy):
+        if not policy.sharded:
             write = partial(
                 checkpoint.save,
                 self.folder,
                 step,
-                policy_writer=policy.keep,
+                policy_writer=partial(save_to_resume, policy),
                 state=state,
                 tensors=tensors,
                 keep=self.keep,
@@ -74,7 +76,7 @@ class Saver:
         needed = weights + sum(tensor.nbytes for tensor in tensors.values())
         temporary = comm.from_first(lambda: checkpoint.begin(self.folder, step, needed))
         if temporary is not None:
-            parts = policy.parts()
+            parts = own_parts(policy)
             staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
             group = comm.open_aside()
             work = (temporary, step, dict(state), policy, parts, staged, group)
@@ -91,7 +93,7 @@ class Saver:
         temporary: Path,
         step: int,
         state: Mapping[str, Any],
-        policy: ShardedPolicy,
+        policy: Policy,
         parts: Mapping[str, Tensor],
         staged: sharded_checkpoint.Staged,
         group: Any,
@@ -100,7 +102,7 @@ class Saver:
 
         def write() -> None:
             staged.write(group)
-            policy.write(temporary / "policy", parts)
+            write_parts(policy, temporary / "policy", parts)
             if here.first:
                 checkpoint.write_state(temporary, state)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from groupwise.config.settings import CriticSettings, OptimizerSettings
+from groupwise.models.backbone import checkpointing
 from groupwise.models.policy import Policy
 from groupwise.training.optimizer import Optimizer, StepStats
 
@@ -78,7 +79,7 @@ class Critic:
     @contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:
         """Recompute the activations of a backbone of its own while inside; a shared one is left to the policy."""
-        with nullcontext() if self.shared else self.policy.checkpointing(on):
+        with nullcontext() if self.shared else checkpointing(self.policy, on):
             yield
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from groupwise.algorithms.losses import Mismatch, Terms
 from groupwise.algorithms.parts import called, checked_loss, fact, name_of
 from groupwise.algorithms.table import Algorithm
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import chosen_logprobs, fused_loss
 from groupwise.records import Batch, Sample
@@ -55,7 +56,7 @@ class HeadLoss:
         It is differentiated as it is returned, multiplied by nothing: an update then sums one gradient of the head in place.
         """
         rows_M = batch.trained_M
-        outputs = policy.forward(batch)
+        outputs = forward(policy, batch)
         inputs = (outputs.hidden_PD[rows_M], policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
         learns, support, tokens = self.learns(batch), support_of(batch), partial(self.tokens, batch)
         with policy.precision():
@@ -161,7 +162,7 @@ class CriticLoss:
         critic, rows_M = self.loss.critic, batch.trained_M
         assert critic is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not critic.shared):
-            outputs = policy.forward(batch)
+            outputs = forward(policy, batch)
         value_M = critic.values(outputs.hidden_PD[rows_M])
         terms = replace(self.loss.terms(batch, batch.behavior_logp_P[rows_M], None, rows_M), value_M=value_M)
         read = [term for term in self.loss.algorithm.of_states if "value" in fact(term, "reads")]

@@ -16,6 +16,7 @@ from torch import Tensor
 from groupwise.algorithms.loss_weights import TokenMean
 from groupwise.data.demonstrations import Demonstration
 from groupwise.distributed import comm
+from groupwise.models import backbone
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Step
 from groupwise.training.loss import HeadLoss
@@ -99,7 +100,7 @@ def train_offline(
         with clock.phase("data"):
             rows = draw(batch_size)
             samples = objective.samples(rows)
-        with clock.phase("update"), policy.checkpointing(checkpointing):
+        with clock.phase("update"), backbone.checkpointing(policy, checkpointing):
             step = update(policy, objective.loss, samples, optimizer, budget=budget, whole_groups=objective.whole_groups)
             budget = step.budget
         tokens = sum(sample.completion.size for sample in samples)

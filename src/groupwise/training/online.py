@@ -19,6 +19,9 @@ from groupwise.algorithms.losses import forking
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
+from groupwise.models.backbone import checkpointing
+from groupwise.models.moe import router_coefficient
+from groupwise.models.passes import reshard
 from groupwise.models.policy import Policy
 from groupwise.records import Sample, Scored, Step
 from groupwise.rollout.dynamic_sampling import Collected
@@ -98,7 +101,7 @@ def timed(rollouts: Rollouts) -> Iterator[tuple[Clock, int, Collected]]:
 @contextmanager
 def recomputing(on: bool, policy: Policy, critic: Critic | None) -> Iterator[None]:
     """Recompute activations of all that is trained while inside (`Policy.checkpointing`)."""
-    with policy.checkpointing(on), nullcontext() if critic is None else critic.checkpointing(on):
+    with checkpointing(policy, on), nullcontext() if critic is None else critic.checkpointing(on):
         yield
 
 
@@ -125,7 +128,7 @@ def improve(
     tokens = entropy_tokens(algorithm, samples)  # of rollouts: the algorithm knows nothing of demonstrations
     if teacher is not None and teacher.demonstrations is not None:
         samples = with_demonstrations(algorithm, samples, teacher.demonstrations.of(optimizer.taken))
-    computed = list(samples) if policy.router_coefficient > 0.0 else worked(algorithm, samples)
+    computed = list(samples) if router_coefficient(policy) > 0.0 else worked(algorithm, samples)
     together = critic is not None and critic.shared and learn
     loss = Loss(algorithm=algorithm, entropy_tokens=tokens, samples=computed, critic=critic if together else None, teacher=teacher)
     if not learn:
@@ -135,7 +138,7 @@ def improve(
     else:
         step = update(policy, loss, computed, optimizer, budget=budget)
     if teacher is not None:
-        teacher.policy.reshard()
+        reshard(teacher.policy)
     if critic is not None and not together:
         own = update(critic.policy, CriticLoss(replace(loss, critic=critic)), samples, critic.optimizer, budget=step.budget)
         step = replace(step, budget=own.budget)

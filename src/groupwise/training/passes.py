@@ -19,6 +19,8 @@ from groupwise.data.packing import unpack
 from groupwise.distributed import comm
 from groupwise.errors import MemoryExceeded, out_of_memory
 from groupwise.models.fused import fused_modules
+from groupwise.models.moe import balanced
+from groupwise.models.passes import forward, packed_for, reshard
 from groupwise.models.policy import Policy
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import PositionSupport, chosen_logprobs
@@ -122,7 +124,7 @@ def packed_pass(
     total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
     with fused_modules(policy.model, keep=not policy.sharded), summed_in_place(learn and not policy.sharded):
         batches = batches_of(policy, samples, budget, whole_groups=whole_groups)
-        for batch in policy.balanced(batches) if learn else batches:
+        for batch in balanced(policy, batches) if learn else batches:
             value, seen_M = loss(policy, batch)
             if learn:
                 value.backward()
@@ -131,7 +133,7 @@ def packed_pass(
             seen_P[batch.trained_M] = seen_M.detach()
             mine += unpack(batch, seen_P, samples)
             positions += sum(batch.layout.length)
-    policy.reshard()
+    reshard(policy)
     parts = comm.gather([(float(total), positions, mine)])
     for index, values in (pair for _, _, pairs in parts for pair in pairs):
         seen[index] = values
@@ -148,7 +150,7 @@ def packed_pass(
 
 def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
     """Batches of this process's part of the samples, which all processes hold, packed as the policy needs; see `packing.pack`."""
-    return policy.packed(samples, budget, whole_groups=whole_groups, world=comm.world(), even=policy.sharded)
+    return packed_for(policy, samples, budget, whole_groups=whole_groups, world=comm.world(), even=policy.sharded)
 
 
 def support_of(batch: Batch) -> PositionSupport | None:
@@ -177,7 +179,7 @@ def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bo
 def _read(policy: Policy, batch: Batch, *, entropy: bool) -> tuple[Tensor, Tensor]:
     """No loss, and the log-probs (M,) of a batch's trained tokens, or with their entropies (M, 2)."""
     rows_M = batch.trained_M
-    hidden_MD = policy.forward(batch).hidden_PD[rows_M]
+    hidden_MD = forward(policy, batch).hidden_PD[rows_M]
     with policy.precision():
         logp_M, entropy_M = chosen_logprobs(
             hidden_MD, policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M], support_of(batch), entropy=entropy

@@ -25,6 +25,7 @@ from groupwise.config.settings import PairSettings, RewardModelSettings
 from groupwise.data.pairs import Pair
 from groupwise.data.step_labels import Solution
 from groupwise.errors import ConfigError
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, head_scores, pool_weights, readout
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
@@ -72,7 +73,7 @@ def reward_samples(rows: Sequence[Pair], *, pooling: Pooling, lm_coefficient: fl
 def reward_loss(policy: Policy, batch: Batch, *, centering: float, lm: bool) -> tuple[Tensor, Tensor]:
     """The pairs' weighted loss, and every read token's number (M,)."""
     rows_M = batch.trained_M
-    outputs = policy.forward(batch)
+    outputs = forward(policy, batch)
     hidden_MD = outputs.hidden_PD[rows_M]
     score_M = head_scores(policy, hidden_MD)
     score_S = segment_sum(batch.extra_P["pool"][rows_M] * score_M, batch.segment_P[rows_M], batch.layout.segments)
@@ -188,7 +189,7 @@ def process_samples(rows: Sequence[Solution]) -> list[Sample]:
 def process_loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of the steps' labels, and the logit of each step (M,)."""
     rows_M = batch.trained_M
-    outputs = policy.forward(batch)
+    outputs = forward(policy, batch)
     logit_M = head_scores(policy, outputs.hidden_PD[rows_M])
     loss_M = binary_cross_entropy_with_logits(logit_M, batch.extra_P["label"][rows_M], reduction="none")
     return (batch.weight_P[rows_M] * loss_M).sum() + outputs.router_loss, logit_M

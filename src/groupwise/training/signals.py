@@ -12,6 +12,7 @@ from torch import Tensor
 
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Scored
 from groupwise.training.critics import Critic
@@ -88,7 +89,7 @@ def with_values(groups: Sequence[Scored], critic: Critic | None, algorithm: Algo
 
 
 def _values(critic: Critic, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-    value_M = critic.values(policy.forward(batch).hidden_PD[batch.trained_M])
+    value_M = critic.values(forward(policy, batch).hidden_PD[batch.trained_M])
     return value_M.new_zeros(()), value_M
 
 

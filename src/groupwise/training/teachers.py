@@ -25,6 +25,7 @@ from groupwise.data.packing import pack
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.fused import fused_modules
+from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.ops.distillation import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
@@ -122,7 +123,7 @@ class Teacher:
         # Frequencies that depend on the length are the policy's own affair: it may share prompts where the teacher may not.
         if not own or not (policy.switches or any(samples[index].group in self.hints for index in own)):
             with self._fused():
-                return policy.forward(batch).hidden_PD[batch.trained_M]
+                return forward(policy, batch).hidden_PD[batch.trained_M]
         (other,) = pack(
             self.read([samples[index] for index in own]),
             UNBOUNDED,
@@ -132,7 +133,7 @@ class Teacher:
             dtype=batch.weight_P.dtype,
         )
         with self._fused():
-            hidden_PE = policy.forward(other).hidden_PD
+            hidden_PE = forward(policy, other).hidden_PD
         rows = {}
         for s, place in enumerate(other.samples):
             if place >= 0:

@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import EngineError
+from groupwise.models.backbone import checkpointing
+from groupwise.models.sharded import frozen_copy
 from groupwise.ops import decoding
 from groupwise.ops.cpu.library import library
 from groupwise.ops.decoding import product
@@ -251,11 +253,11 @@ def test_what_changes_no_result_leaves_a_model_known(family, policy_of):
         change()
         assert is_known(policy)
     for _ in range(3):
-        with policy.checkpointing(True):
+        with checkpointing(policy, True):
             pass
         assert is_known(policy)
         assert not model.get_input_embeddings()._forward_hooks
-    assert is_known(policy.frozen_copy())
+    assert is_known(frozen_copy(policy))
 
 
 def test_a_config_that_changes_is_read_again(policy_of):

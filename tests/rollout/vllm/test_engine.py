@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config
 from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.lora import adapt
+from groupwise.models.saving import save
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout.vllm import engine as vllm
 from groupwise.rollout.vllm import request_pool, weight_sync
@@ -401,7 +402,7 @@ def test_an_adapter_travels_inside_the_weights_it_changes(family: str, policy_of
         for name, parameter in policy.model.named_parameters():
             if name in policy.trained:
                 parameter.normal_()
-    policy.save(tmp_path)
+    save(policy, tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     ((names, shapes, flat),) = buckets(policy, torch.float32)
     parts = flat.split([4 * int(np.prod(shape)) for shape in shapes])

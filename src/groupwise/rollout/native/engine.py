@@ -26,6 +26,7 @@ from torch import Tensor
 from groupwise.environments.conversation import EpisodeWorld, Stream
 from groupwise.errors import EngineError
 from groupwise.models.attention import Attend
+from groupwise.models.backbone import hidden
 from groupwise.models.policy import Policy
 from groupwise.ops.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
@@ -66,7 +67,7 @@ class ModuleForward:
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """See `RolloutForward`."""
-        return self.policy.hidden(tokens_T, position_T, attend)
+        return hidden(self.policy, tokens_T, position_T, attend)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """See `RolloutForward`."""

@@ -30,6 +30,7 @@ from groupwise.environments.conversation import EpisodeWorld, Stream
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
+from groupwise.models.sharded import gathered
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
 from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Conversations
@@ -162,7 +163,7 @@ class VllmEngine:
             return
         self._sending = True
         try:
-            with self.policy.gathered() as whole:
+            with gathered(self.policy) as whole:
                 self.servers.facts = comm.from_first(lambda: self._send(whole))
         finally:
             self._sending = False

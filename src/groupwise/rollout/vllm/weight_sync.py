@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.policy import Policy
+from groupwise.models.saving import merged
 from groupwise.models.shape import Shape
 from groupwise.rollout.vllm.client import Client
 from groupwise.utils import threads
@@ -185,7 +186,7 @@ def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> It
 
     Adapters are merged into them; a tied head is sent as the embedding that it is.
     """
-    model = policy.merged()
+    model = merged(policy)
     weights = revert_weight_conversion(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
     names: list[str] = []
     parts: list[Tensor] = []
