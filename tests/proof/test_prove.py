@@ -42,6 +42,7 @@ from groupwise.config.settings import LoraSettings, ModelSettings, RolloutSettin
 from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy
 from groupwise.models.lora import adapt
+from groupwise.models.passes import forward
 from groupwise.proof import cache, passes, texts
 from groupwise.proof.prove import ModelProof, prove
 from groupwise.proof.texts import NATIVE, SMALL, TRANSFORMERS
@@ -406,13 +407,12 @@ def test_the_loss_that_balances_experts_is_compared(
     changes = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5, "head_dim": 8}
     changes["num_experts_per_tok"] = 2  # with all of them the loss is a constant
     assert "router" in proven(kind, config, changes=changes).paths
-    forward = type(make_policy(built(kind, config, **changes), TOKENIZER)).forward
 
-    def wrong(self: Any, batch: Any) -> Any:
-        found = forward(self, batch)
+    def wrong(policy: Any, batch: Any) -> Any:
+        found = forward(policy, batch)
         return replace(found, router_loss=1.1 * found.router_loss)
 
-    monkeypatch.setattr("groupwise.models.policy.Policy.forward", wrong)
+    monkeypatch.setattr("groupwise.proof.prove.forward", wrong)
     with pytest.raises(ConfigError, match=f"{kind.__name__} cannot .*: router .*; set output_router_logits to false"):
         proven(kind, config, changes=changes | {"rms_norm_eps": 1e-4})
 

@@ -122,13 +122,13 @@ def test_p35_finished_rows_make_room_for_waiting_ones(policy_of, prompts_of, mon
     policy = policy_of()
     prompts, sampling = prompts_of(*[4] * 6), Sampling(max_new_tokens=20)
     rows = []
-    hidden = type(policy).hidden
+    hidden = native.hidden
 
-    def counted(self, tokens_T, position_T, attend):
+    def counted(policy, tokens_T, position_T, attend):
         rows.append((type(attend).__name__, tokens_T.shape[0]))
-        return hidden(self, tokens_T, position_T, attend)
+        return hidden(policy, tokens_T, position_T, attend)
 
-    monkeypatch.setattr(type(policy), "hidden", counted)
+    monkeypatch.setattr(native, "hidden", counted)
     groups = run(policy, prompts, sampling, group_size=4, max_rows=8)
     tokens = sum(len(rollout) for group in groups.values() for rollout in group)
     decoded = [n for kind, n in rows if kind == "Decode"]
