@@ -145,7 +145,7 @@ def test_no_row_is_free_while_completions_wait_though_many_end_at_once(dtype, po
             return 1 if index % 4 else 24
 
     live, step = [], _Run._step
-    monkeypatch.setattr(_Run, "_step", lambda self: live.append((len(self.live), len(self.waiting))) or step(self))
+    monkeypatch.setattr(_Run, "_step", lambda self: live.append((len(self.rows.live), len(self.waiting))) or step(self))
     policy = policy_of("llama", dtype=dtype, head_dim=32)
     groups = run(policy, prompts_of(*[4] * 9), Sampling(max_new_tokens=24), group_size=5, max_rows=6, engine=Short)
     assert len(groups) == 9

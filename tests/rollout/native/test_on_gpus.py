@@ -92,8 +92,8 @@ def test_prompts_that_are_kept_for_waiting_rows_are_not_read_another_way(policy_
     with torch.inference_mode():
         run._prepare()
         run._admit()
-        assert run.pasts
-        assert not run.live
+        assert run.prompts.pasts
+        assert not run.rows.live
         policy.model.model.layers[0].register_forward_hook(lambda *_: None)
         with pytest.raises(EngineError, match="altered"):
             run._prepare()

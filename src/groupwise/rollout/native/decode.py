@@ -5,9 +5,8 @@ R rows (completions being decoded)   P live prompts   D model width   V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,23 +27,6 @@ class NextToken(NamedTuple):
     logp_R: Tensor
     support: tuple[tuple[slice, RowSupport], ...] = ()
     """What truncated sampling drew from, for some rows at a time."""
-
-
-class ManyTokens(Protocol):
-    """Draws many tokens for each row in one call, after which rows are to be arranged again; see `decoding.Decoder`."""
-
-    def __call__(
-        self,
-        newest_R: Tensor,
-        limit_R: Sequence[int],
-        uniform_RT: Tensor,
-        steps: int,
-        *,
-        ending: Sequence[int],
-        until_one_ends: bool,
-    ) -> decoding.Drawn:
-        """newest_R: their newest tokens.   limit_R: the most own tokens.   uniform_RT: uniform numbers for all of their tokens."""
-        ...
 
 
 class TokenDecode:
@@ -68,28 +50,37 @@ class TokenDecode:
         drawn: list[NextToken] = []
         for _ in range(steps):
             hidden_RD = self.forward.hidden(drawn[-1].token_R if drawn else newest_R, self.attend.next(), self.attend)
-            drawn.append(self._next(hidden_RD, uniform_RT.gather(1, self.attend.drawn_R[:, None])[:, 0]))
+            uniform_R = uniform_RT.gather(1, self.attend.drawn_R[:, None])[:, 0]
+            drawn.append(self._drawn(lambda chunk, hidden_RD=hidden_RD: self.forward.logits(hidden_RD[chunk]), uniform_R))
         return drawn
 
-    def _next(self, hidden_RD: Tensor, uniform_R: Tensor) -> NextToken:
-        chunks = chunks_of(hidden_RD.shape[0], self.rows_at_once)
-        drawn = [draw(self.forward.logits(hidden_RD[chunk]), uniform_R[chunk], self.sampling) for chunk in chunks]
-        tokens, logps, supports = zip(*drawn, strict=True)
-        token_R, logp_R = drawn[0][:2] if len(drawn) == 1 else (torch.cat(tokens), torch.cat(logps))
+    def first(self, sources: Sequence[Tensor], uniform_R: Tensor) -> NextToken:
+        """The first tokens of rows, behind final hidden states (D,): equal objects have their logits computed once."""
+
+        def logits(chunk: slice) -> Tensor:
+            ids = [id(source) for source in sources[chunk]]
+            places = {name: place for place, name in enumerate(dict.fromkeys(ids))}
+            logits_PV = self.forward.logits(torch.stack([sources[chunk][ids.index(name)] for name in places]))
+            return logits_PV[torch.tensor([places[name] for name in ids], device=logits_PV.device)]
+
+        return self._drawn(logits, uniform_R)
+
+    def _drawn(self, logits: Callable[[slice], Tensor], uniform_R: Tensor) -> NextToken:
+        """The next tokens of rows.   logits: of some of them."""
+        chunks = chunks_of(uniform_R.shape[0], self.rows_at_once)
+        tokens, logps, supports = zip(*(draw(logits(chunk), uniform_R[chunk], self.sampling) for chunk in chunks), strict=True)
+        token_R, logp_R = (tokens[0], logps[0]) if len(chunks) == 1 else (torch.cat(tokens), torch.cat(logps))
         support = tuple((chunk, some) for chunk, some in zip(chunks, supports, strict=True) if some is not None)
         return NextToken(token_R, logp_R, support)
 
     @property
-    def many(self) -> ManyTokens | None:
-        """Draws many tokens in one call; None where there is no such call for the weights, the sampling and what is kept."""
-        decoder, kept = self.forward.decoder, self.attend.prompts.layers.values()
-        if decoder is None or self.sampling.truncates or not all(layer.blocked for layer in kept):
-            return None
-        return partial(self._many, decoder)
+    def draws_many(self) -> bool:
+        """True if `draw_many` can, with these weights, this sampling and what is kept."""
+        kept = self.attend.prompts.layers.values()
+        return self.forward.decoder is not None and not self.sampling.truncates and all(layer.blocked for layer in kept)
 
-    def _many(
+    def draw_many(
         self,
-        decoder: decoding.Decoder,
         newest_R: Tensor,
         limit_R: Sequence[int],
         uniform_RT: Tensor,
@@ -98,7 +89,12 @@ class TokenDecode:
         ending: Sequence[int],
         until_one_ends: bool,
     ) -> decoding.Drawn:
-        rows = self.attend
+        """Many tokens of each row in one call, after which rows are to be arranged again; see `decoding.Decoder`.
+
+        newest_R: their newest tokens.   limit_R: the most own tokens.   uniform_RT: uniform numbers for all of their tokens.
+        """
+        rows, decoder = self.attend, self.forward.decoder
+        assert decoder is not None
         rows.own.reserve(len(rows.length_R), min(max(rows.length_R) + steps, rows.own.most_tokens))
         limit, prompt, prompt_length = (torch.tensor(column) for column in (limit_R, rows.entry_R, rows.prompt_length_P))
         prompts = [rows.prompts.layers[layer] for layer in range(len(rows.prompts.layers))]

@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,13 +30,13 @@ from groupwise.models.attention import Attend
 from groupwise.models.backbone import hidden
 from groupwise.models.policy import Policy
 from groupwise.ops.decoding import Decoder
-from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
+from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
 from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Conversations, await_one
 from groupwise.rollout.native.attention import Extend, Prefill, whole
-from groupwise.rollout.native.decode import ManyTokens, TokenDecode, chunks_of
+from groupwise.rollout.native.decode import NextToken, TokenDecode
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
 from groupwise.rollout.native.kv_cache import Kept, KVCache
 from groupwise.rollout.stopping import Stopping
@@ -166,6 +167,19 @@ class _Group:
     contexts: dict[bytes, _Past] = field(default_factory=dict)
     """Contexts that its completions are drawn behind instead."""
 
+    def end(self, row: _Row, rollout: Rollout) -> list[tuple[Rollout, ...]]:
+        """One of its completions is over.  Returns the group, if it was the last."""
+        self.rollouts[row.index] = rollout
+        self.unfinished -= 1
+        row.past.users -= 1
+        return [] if self.unfinished else [tuple(one for one in self.rollouts if one is not None)]
+
+    def past_of(self, tokens: np.ndarray) -> _Past:
+        """Its prompt, or one of its contexts, by the tokens."""
+        if np.array_equal(tokens, self.past.tokens):
+            return self.past
+        return self.contexts.setdefault(tokens.tobytes(), _Past(tokens, 0))
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Row(Stream):
@@ -177,9 +191,103 @@ class _Row(Stream):
     """Own tokens whose keys and values are in `aside`, of a row without a place in the stores."""
     aside: Kept | None = None
 
+    @property
+    def missing(self) -> int:
+        """Own tokens whose keys and values have to be computed before it draws another; 0 of a row that begins."""
+        return self.own - self.kept
+
+
+class _Prompts:
+    """The pasts that are prefilled, each in the entry of the store that has its number."""
+
+    def __init__(self, store: KVCache) -> None:
+        self.store = store
+        self.pasts: list[_Past] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each."""
+        return [past.tokens.size for past in self.pasts]
+
+    def prefill(self, pasts: Sequence[_Past], forward: RolloutForward, device: torch.device) -> None:
+        """Compute them in passes of bounded length; their keys and values become entries."""
+        for batch in _passes(pasts, lambda past: past.tokens.size):
+            lengths = [past.tokens.size for past in batch]
+            self.store.reserve(self.store.live + len(batch), max(lengths))
+            tokens_T = torch.from_numpy(np.concatenate([past.tokens for past in batch])).to(device)
+            last = _hidden_of_last(forward, tokens_T, [0] * len(batch), lengths, Prefill(self.store, lengths))
+            for past, hidden_D in zip(batch, last, strict=True):
+                past.entry, past.hidden_D = self.store.live, hidden_D
+                self.store.live += 1
+            self.pasts += batch
+
+    def forget_unused(self) -> None:
+        """Close the gaps of those without unfinished completions."""
+        over = [entry for entry, past in enumerate(self.pasts) if past.users == 0]
+        if over:
+            order = self.store.drop(over, max(self.lengths))
+            for entry in over:
+                self.pasts[entry].entry, self.pasts[entry].hidden_D = -1, None
+            self.pasts = [self.pasts[entry] for entry in order]
+            for entry, past in enumerate(self.pasts):
+                past.entry = entry
+
+
+class _Rows:
+    """The completions that are being decoded, each in the entry of the store that has its number."""
+
+    token_R: Tensor
+    """The newest token of each."""
+    uniform_RT: Tensor
+    """Uniform numbers for the tokens of its turn."""
+
+    def __init__(self, store: KVCache) -> None:
+        self.store = store
+        self.live: list[_Row] = []
+
+    def extend(self, rows: Sequence[_Row], prompts: _Prompts, forward: RolloutForward, device: torch.device) -> dict[_Row, Tensor]:
+        """Compute what waiting rows have and the store has not: the last token of a turn, and what was answered.
+
+        The rows get the places behind those that live, and are ordered by how much there is, most first.  Returns the final hidden
+        state of each one's last token.
+        """
+        found: dict[_Row, Tensor] = {}
+        for batch in _passes(rows, lambda row: row.missing):
+            first, counts = len(self.live) + len(found), [row.missing for row in batch]
+            entries, kept = [row.past.entry for row in batch], [row.kept for row in batch]
+            extend = Extend(prompts.store, self.store, first, prompts.lengths, entries, kept, counts)
+            for place, row in enumerate(batch, first):
+                if row.aside is not None:
+                    self.store.put(place, row.aside)
+                    row.aside = None
+            tokens_T = torch.tensor([token for row in batch for token in row.tokens[row.begin + row.kept :]], device=device)
+            starts = [row.past.tokens.size + row.kept for row in batch]
+            found |= zip(batch, _hidden_of_last(forward, tokens_T, starts, counts, extend), strict=True)
+        return found
+
+    def join(self, new: Sequence[_Row], token_R: Tensor, uniform_RT: Tensor) -> None:
+        """Rows come in behind those that live."""
+        if self.live:
+            short = uniform_RT.shape[1] - self.uniform_RT.shape[1]
+            pad = torch.nn.functional.pad
+            uniform_RT = torch.cat([pad(self.uniform_RT, (0, max(0, short))), pad(uniform_RT, (0, max(0, -short)))])
+            token_R = torch.cat([self.token_R, token_R])
+        self.token_R, self.uniform_RT = token_R, uniform_RT
+        self.live += new
+        self.store.live = len(self.live)
+        self.store.reserve(self.store.live, 1)
+
+    def leave(self, ended: Sequence[int]) -> None:
+        """Close the gaps that ended rows leave."""
+        order = self.store.drop(ended, max((row.own for row in self.live), default=1) - 1)
+        self.live = [self.live[r] for r in order]
+        if self.live:
+            order_R = torch.tensor(order, dtype=torch.int64, device=self.token_R.device)
+            self.token_R, self.uniform_RT = self.token_R[order_R], self.uniform_RT[order_R]
+
 
 class _Run:
-    """One call of `generate`."""
+    """One call of `generate`: conversations begin, listen to their world, wait for a place, and live."""
 
     forward: RolloutForward
     decode: TokenDecode
@@ -196,8 +304,7 @@ class _Run:
         conversations: Conversations,
     ) -> None:
         self.engine, self.policy, self.sampling, self.seed = engine, engine.policy, sampling, seed
-        self.conversations, self.world = conversations, engine.world
-        self.device = self.policy.device
+        self.conversations, self.world, self.device = conversations, engine.world, engine.policy.device
         self.stopping = Stopping(self.policy.eos_ids, sampling.stop, self.policy.tokenizer)
         self.unfinished = len(prompts)
         self.prepared: int | None = None
@@ -207,9 +314,6 @@ class _Run:
         """Rows that wait for the world."""
         self.waiting: deque[_Row] = deque()
         """Rows that wait for a place."""
-        self.live: list[_Row] = []
-        self.pasts: list[_Past] = []
-        """Prefilled, in the order of their entries."""
         rows = [
             _Row(prompt=prompt, index=index, limit=engine.limit(prompt, index, sampling), group=group, past=group.past)
             for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size)
@@ -225,9 +329,9 @@ class _Run:
         if self.world is not None:  # behind a shorter context there may be more own tokens, and one may be longer than all prompts
             most_of_prompt, most_own = self.policy.context, max(longest, min(sampling.max_new_tokens, self.policy.context))
         places = min(engine.max_rows, len(rows))
-        self.prompts = KVCache(min(len(prompts), -(-places // group_size)), whole(most), most_tokens=whole(most_of_prompt))
-        self.own = KVCache(places, min(whole(longest), FIRST_TOKENS), most_tokens=whole(most_own))
-        self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
+        entries = min(len(prompts), -(-places // group_size))
+        self.prompts = _Prompts(KVCache(entries, whole(most), most_tokens=whole(most_of_prompt)))
+        self.rows = _Rows(KVCache(places, min(whole(longest), FIRST_TOKENS), most_tokens=whole(most_own)))
         self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
 
     def advance(self) -> list[tuple[Rollout, ...]]:
@@ -238,17 +342,17 @@ class _Run:
         while not finished and self.unfinished:
             if self.world is not None:
                 finished += self._listen()
-            while not finished and self.waiting and len(self.live) < self.places:
+            while not finished and self.waiting and len(self.rows.live) < self.places:
                 finished += self._admit()
-            if self.live and not finished:
+            if self.rows.live and not finished:
                 finished += self._step()
         self.unfinished -= len(finished)
         return finished
 
     def _listen(self) -> list[tuple[Rollout, ...]]:
         """Begin conversations for rows that would be free, and take the replies that are there; without any other work, wait."""
-        rows, idle = self.engine.max_rows, not self.live and not self.waiting
-        taken = len(self.live) + len(self.waiting) + sum(not row.tokens for row in self.listening)
+        rows, idle = self.engine.max_rows, not self.rows.live and not self.waiting
+        taken = len(self.rows.live) + len(self.waiting) + sum(not row.tokens for row in self.listening)
         while self.unbegun and (taken < rows or idle) and self.conversations.open < CONVERSATIONS_PER_ROW * rows:
             row = self.unbegun.popleft()
             self.conversations.begin(row)
@@ -268,11 +372,9 @@ class _Run:
                 self._follow(row)
                 self.waiting.append(row)
             else:
-                finished += self._end(row, rollout)
+                finished += row.group.end(row, rollout)
         if finished:
             self._leave([])
-            if self.live:
-                self._arrange()
         return finished
 
     def _follow(self, row: _Row) -> None:
@@ -281,13 +383,7 @@ class _Run:
             return
         row.past.users -= 1
         row.kept, row.aside = 0, None
-        group, name = row.group, row.behind.tobytes()
-        if np.array_equal(row.behind, group.past.tokens):
-            row.past = group.past
-        elif name in group.contexts:
-            row.past = group.contexts[name]
-        else:
-            row.past = group.contexts[name] = _Past(row.behind, 0)
+        row.past = row.group.past_of(row.behind)
         row.past.users += 1
         row.context = row.past.tokens
         needed = row.past.tokens.size + row.limit - row.begin
@@ -303,24 +399,21 @@ class _Run:
             del self.forward, self.decode  # before others are made: there may be no memory for both
         self.forward = self.engine.prepared(self.positions)
         # The ways order the numbers of a key differently: what one has kept the other cannot read.
-        if self.pasts and type(self.forward) is not before:
+        if self.prompts.pasts and type(self.forward) is not before:
             raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
-        self.decode = TokenDecode(
-            self.forward, self.sampling, self.prompts, self.own, self.device, vocabulary=self.policy.vocabulary
-        )
+        stores = self.prompts.store, self.rows.store
+        self.decode = TokenDecode(self.forward, self.sampling, *stores, self.device, vocabulary=self.policy.vocabulary)
         self.places = self.engine.max_rows
         if self.world is not None and self.forward.decoder is not None:
             self.places = min(self.places, TURNS * torch.get_num_threads())
-        if self.live:
-            self._arrange()
+        self._arrange()
         self.prepared = self.engine.version
 
     def _arrange(self) -> None:
-        self.decode.arrange(
-            [past.tokens.size for past in self.pasts],
-            [row.past.entry for row in self.live],
-            [row.own - 1 for row in self.live],
-        )
+        """Tell who decodes of the rows that live, if any do."""
+        if self.rows.live:
+            entries, kept = [row.past.entry for row in self.rows.live], [row.own - 1 for row in self.rows.live]
+            self.decode.arrange(self.prompts.lengths, entries, kept)
 
     def _admit(self) -> list[tuple[Rollout, ...]]:
         """Give free rows to waiting completions and draw their first tokens, or the first of their next turns."""
@@ -328,136 +421,63 @@ class _Run:
             # Once all conversations have begun, the shortest go first, so that they end together with the long ones.  Until then
             # rows are served in the order in which they came: the shortest first would let new ones overtake the long ones.
             self.waiting = deque(sorted(self.waiting, key=lambda row: len(row.tokens)))
-        new = [self.waiting.popleft() for _ in range(min(self.places - len(self.live), len(self.waiting)))]
-        new.sort(key=lambda row: row.kept - row.own)  # those with the most to be computed first; all alike without a world
-        self._prefill([past for past in dict.fromkeys(row.past for row in new) if past.entry < 0])
-        hidden = self._extend([row for row in new if row.own > row.kept])
-        longest = max(row.limit - row.begin for row in new)
-        keys = [
-            draws.stream_keys(self.seed, prompt.id, [row.index for row in rows])
-            for prompt, rows in itertools.groupby(new, lambda row: row.prompt)
-        ]
-        begin_R = np.array([row.begin for row in new])
-        uniform_RT = torch.from_numpy(draws.uniforms(np.concatenate(keys), longest, begin_R)).to(self.device)
+        new = [self.waiting.popleft() for _ in range(min(self.places - len(self.rows.live), len(self.waiting)))]
+        new.sort(key=lambda row: -row.missing)  # those with the most to be computed first; all alike without a world
+        unread = [past for past in dict.fromkeys(row.past for row in new) if past.entry < 0]
+        self.prompts.prefill(unread, self.forward, self.device)
+        hidden = self.rows.extend([row for row in new if row.missing], self.prompts, self.forward, self.device)
+        uniform_RT = self._uniforms(new)
         own_R = torch.tensor([row.own for row in new], device=self.device)
-        uniform_R = uniform_RT.gather(1, own_R[:, None])[:, 0]
         # A prompt's logits are computed once for those of its completions that start together.
         sources = [hidden.get(row, row.past.hidden_D) for row in new]
-        tokens, logps = [], []
-        for chunk in chunks_of(len(new), self.rows_at_once):
-            ids = [id(source) for source in sources[chunk]]
-            places = {name: place for place, name in enumerate(dict.fromkeys(ids))}
-            logits_PV = self.forward.logits(torch.stack([sources[chunk][ids.index(name)] for name in places]))  # type: ignore[misc]
-            place_R = torch.tensor([places[name] for name in ids], device=self.device)
-            token_R, logp_R, support = draws.draw(logits_PV[place_R], uniform_R[chunk], self.sampling)
-            _keep(support, new[chunk])
-            tokens.append(token_R)
-            logps.append(logp_R)
-        if self.live:
-            short = longest - self.uniform_RT.shape[1]
-            self.uniform_RT = torch.nn.functional.pad(self.uniform_RT, (0, max(0, short)))
-            uniform_RT = torch.nn.functional.pad(uniform_RT, (0, max(0, -short)))
-            self.uniform_RT = torch.cat([self.uniform_RT, uniform_RT])
-            self.token_R = torch.cat([self.token_R, *tokens])
-        else:
-            self.uniform_RT, self.token_R = uniform_RT, torch.cat(tokens)
-        first = len(self.live)
-        self.live += new
-        self.own.live = len(self.live)
-        self.own.reserve(self.own.live, 1)
-        return self._commit(first, *_to_host([(torch.cat(tokens), torch.cat(logps))]), changed=True)
+        drawn = self.decode.first(sources, uniform_RT.gather(1, own_R[:, None])[:, 0])  # type: ignore[arg-type]
+        _keep(drawn, new)
+        first = len(self.rows.live)
+        self.rows.join(new, drawn.token_R, uniform_RT)
+        return self._commit(first, *_to_host([drawn]), changed=True)
 
-    def _extend(self, rows: list[_Row]) -> dict[_Row, Tensor]:
-        """Compute what waiting rows have and their stores have not: the last token of a turn, and what was answered.
-
-        The rows get the places behind those that live, and are ordered by how much there is, most first.  Returns the final hidden
-        state of each one's last token.
-        """
-        found: dict[_Row, Tensor] = {}
-        first = len(self.live)
-        while rows:
-            count, total = 1, rows[0].own - rows[0].kept
-            while count < len(rows) and total + rows[count].own - rows[count].kept <= PREFILL_TOKENS:
-                total += rows[count].own - rows[count].kept
-                count += 1
-            batch, rows = rows[:count], rows[count:]
-            counts = [row.own - row.kept for row in batch]
-            extend = Extend(
-                self.prompts,
-                self.own,
-                first,
-                [past.tokens.size for past in self.pasts],
-                [row.past.entry for row in batch],
-                [row.kept for row in batch],
-                counts,
-            )
-            for place, row in enumerate(batch, first):
-                if row.aside is not None:
-                    self.own.put(place, row.aside)
-                    row.aside = None
-            ids = [row.tokens[row.begin + row.kept :] for row in batch]
-            starts = [row.past.tokens.size + row.kept for row in batch]
-            tokens_T = torch.tensor([token for some in ids for token in some], device=self.device)
-            position_T = torch.from_numpy(np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)]))
-            hidden_TD = self.forward.hidden(tokens_T, position_T.to(self.device), extend)
-            last_R = torch.from_numpy(np.cumsum(counts) - 1).to(self.device)
-            found |= zip(batch, hidden_TD[last_R], strict=True)
-            first += count
-        return found
-
-    def _prefill(self, pasts: list[_Past]) -> None:
-        """Compute prompts, in passes of bounded length; their keys and values become entries."""
-        while pasts:
-            count, total = 1, pasts[0].tokens.size
-            while count < len(pasts) and total + pasts[count].tokens.size <= PREFILL_TOKENS:
-                total += pasts[count].tokens.size
-                count += 1
-            batch, pasts = pasts[:count], pasts[count:]
-            lengths = [past.tokens.size for past in batch]
-            self.prompts.reserve(self.prompts.live + count, max(lengths))
-            tokens_T = torch.from_numpy(np.concatenate([past.tokens for past in batch])).to(self.device)
-            position_T = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(self.device)
-            hidden_TD = self.forward.hidden(tokens_T, position_T, Prefill(self.prompts, lengths))
-            last_P = torch.from_numpy(np.cumsum(lengths) - 1).to(self.device)
-            for past, hidden_D in zip(batch, hidden_TD[last_P], strict=True):
-                past.entry, past.hidden_D = self.prompts.live, hidden_D
-                self.prompts.live += 1
-            self.pasts += batch
+    def _uniforms(self, rows: Sequence[_Row]) -> Tensor:
+        """Uniform numbers of rows for all tokens of their turns (R, T)."""
+        keys = [
+            draws.stream_keys(self.seed, prompt.id, [row.index for row in some])
+            for prompt, some in itertools.groupby(rows, lambda row: row.prompt)
+        ]
+        begin_R = np.array([row.begin for row in rows])
+        longest = max(row.limit - row.begin for row in rows)
+        return torch.from_numpy(draws.uniforms(np.concatenate(keys), longest, begin_R)).to(self.device)
 
     def _step(self) -> list[tuple[Rollout, ...]]:
         """One token for every live row, or several."""
-        many = self.decode.many
-        if many is not None:
-            return self._steps(many)
-        # Truncation reads back at every token; nobody may draw beyond its limit, where capacity ends.  A recurrent state holds all
-        # tokens that were computed: behind a turn's end there may be none.
-        alone = self.sampling.truncates or (self.world is not None and bool(self.own.states))
-        most = 1 if alone else TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
-        steps = min(most, min(row.left for row in self.live))
-        drawn = self.decode.draw(self.token_R, self.uniform_RT, steps)
-        self.token_R = drawn[-1].token_R
-        for chunk, support in drawn[-1].support:
-            _keep(support, self.live[chunk])
-        tokens, logps = _to_host([(one.token_R, one.logp_R) for one in drawn])
+        rows = self.rows
+        if self.decode.draws_many:
+            return self._steps()
+        # Truncation reads back at every token; nobody may draw beyond its limit, where capacity ends.
+        most = 1 if self.sampling.truncates else TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
+        steps = min(most, min(row.left for row in rows.live))
+        drawn = self.decode.draw(rows.token_R, rows.uniform_RT, steps)
+        rows.token_R = drawn[-1].token_R
+        _keep(drawn[-1], rows.live)
+        tokens, logps = _to_host(drawn)
         if steps > 1:
-            kept = [self.stopping.kept(row.written, behind) for row, behind in zip(self.live, tokens, strict=True)]
+            kept = [self.stopping.kept(row.written, behind) for row, behind in zip(rows.live, tokens, strict=True)]
             tokens, logps = ([numbers[:count] for numbers, count in zip(column, kept, strict=True)] for column in (tokens, logps))
         return self._commit(0, tokens, logps, changed=False)
 
-    def _steps(self, many: ManyTokens) -> list[tuple[Rollout, ...]]:
+    def _steps(self) -> list[tuple[Rollout, ...]]:
         """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, or a world to answer,
         nobody does."""
-        worth = WORK // (self.weights * max(len(self.live), FEW))
-        steps = min(STEPS, worth, max(row.left for row in self.live))
-        drawn = many(
-            self.token_R,
-            [row.own + row.left for row in self.live],
-            self.uniform_RT,
+        rows = self.rows
+        worth = WORK // (self.weights * max(len(rows.live), FEW))
+        steps = min(STEPS, worth, max(row.left for row in rows.live))
+        drawn = self.decode.draw_many(
+            rows.token_R,
+            [row.own + row.left for row in rows.live],
+            rows.uniform_RT,
             1 if self.sampling.stop else max(1, steps),
             ending=self.policy.eos_ids,
             until_one_ends=bool(self.waiting) or self.world is not None,
         )
-        self.token_R = drawn.token_RN.gather(1, drawn.count_R[:, None] - 1)[:, 0]
+        rows.token_R = drawn.token_RN.gather(1, drawn.count_R[:, None] - 1)[:, 0]
         tokens, logps = (
             [numbers[:count] for numbers, count in zip(column.tolist(), drawn.count_R.tolist(), strict=True)]
             for column in (drawn.token_RN, drawn.logp_RN)
@@ -469,61 +489,67 @@ class _Run:
         ended: list[int] = []
         finished: list[tuple[Rollout, ...]] = []
         for r, (token, logp) in enumerate(zip(tokens, logps, strict=True), first):
-            row = self.live[r]
+            row = self.rows.live[r]
             row.add(token, logp, self.engine.version)
             finish = self.stopping.finish(row.written, row.room)
             if finish is not None:
                 ended.append(r)
                 if self.world is None:
-                    finished += self._end(row, self.conversations.end(row, finish))
+                    finished += row.group.end(row, self.conversations.end(row, finish))
                 else:
-                    row.kept, row.aside = row.own - 1, self.own.take(r, row.own - 1)
+                    row.kept, row.aside = row.own - 1, self.rows.store.take(r, row.own - 1)
                     self.conversations.turn(row, finish)
                     self.listening.append(row)
         if ended:
             self._leave(ended)
-        if self.live and (ended or changed):
+        elif changed:
             self._arrange()
         return finished
 
-    def _end(self, row: _Row, rollout: Rollout) -> list[tuple[Rollout, ...]]:
-        """A completion is over; its group, if it was the last of it."""
-        group = row.group
-        group.rollouts[row.index] = rollout
-        group.unfinished -= 1
-        row.past.users -= 1
-        return [] if group.unfinished else [tuple(one for one in group.rollouts if one is not None)]
-
-    def _leave(self, ended: list[int]) -> None:
-        """Close the gaps that ended rows, and prompts without unfinished completions, leave in the stores."""
-        order = self.own.drop(ended, max((row.own for row in self.live), default=1) - 1)
-        self.live = [self.live[r] for r in order]
-        if self.live:
-            order_R = torch.tensor(order, dtype=torch.int64, device=self.device)
-            self.token_R, self.uniform_RT = self.token_R[order_R], self.uniform_RT[order_R]
-        over = [entry for entry, past in enumerate(self.pasts) if past.users == 0]
-        if over:
-            order = self.prompts.drop(over, max(past.tokens.size for past in self.pasts))
-            for entry in over:
-                self.pasts[entry].entry, self.pasts[entry].hidden_D = -1, None
-            self.pasts = [self.pasts[entry] for entry in order]
-            for entry, past in enumerate(self.pasts):
-                past.entry = entry
+    def _leave(self, ended: Sequence[int]) -> None:
+        """Rows have ended, and prompts may have without them."""
+        self.rows.leave(ended)
+        self.prompts.forget_unused()
+        self._arrange()
 
 
-def _keep(support: draws.RowSupport | None, rows: Sequence[_Row]) -> None:
+T = TypeVar("T")
+
+
+def _passes(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Some after others, of up to `PREFILL_TOKENS` tokens together; more only of one alone."""
+    batch: list[T] = []
+    for item in items:
+        if batch and sum(map(size, batch)) + size(item) > PREFILL_TOKENS:
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def _hidden_of_last(
+    forward: RolloutForward, tokens_T: Tensor, starts: Sequence[int], counts: Sequence[int], attend: Attend
+) -> Tensor:
+    """Final hidden states of the last token of each stretch of a stream.   starts: positions of their first tokens."""
+    position_T = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    hidden_TD = forward.hidden(tokens_T, torch.from_numpy(position_T).to(tokens_T.device), attend)
+    return hidden_TD[torch.from_numpy(np.cumsum(counts) - 1).to(tokens_T.device)]
+
+
+def _keep(drawn: NextToken, rows: Sequence[_Row]) -> None:
     """Note what truncated sampling drew the newest tokens of these rows from."""
-    if support is not None:
+    for chunk, support in drawn.support:
         size_R = support.size_R.cpu().numpy()
         id_RC = support.ids_RC[:, : max(int(size_R.max()), 1)].cpu().numpy()
-        for row, ids, size in zip(rows, id_RC, size_R, strict=True):
+        for row, ids, size in zip(rows[chunk], id_RC, size_R, strict=True):
             row.support.append(ids[:size].copy())
 
 
-def _to_host(drawn: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[list[int]], list[list[float]]]:
+def _to_host(drawn: Sequence[NextToken]) -> tuple[list[list[int]], list[list[float]]]:
     """Tokens (R,) and their log-probs, one after another, as a list for each row, in one transfer: on CUDA the host's only wait for
     the device (float64 holds every id exactly)."""
-    if len(drawn) == 1 and drawn[0][0].device.type == "cpu":
-        return drawn[0][0][:, None].tolist(), drawn[0][1][:, None].tolist()
-    tokens, logps = torch.stack([torch.stack([token_R.double(), logp_R.double()]) for token_R, logp_R in drawn], -1).tolist()
+    if len(drawn) == 1 and drawn[0].token_R.device.type == "cpu":
+        return drawn[0].token_R[:, None].tolist(), drawn[0].logp_R[:, None].tolist()
+    tokens, logps = torch.stack([torch.stack([one.token_R.double(), one.logp_R.double()]) for one in drawn], -1).tolist()
     return [[int(token) for token in row] for row in tokens], logps
