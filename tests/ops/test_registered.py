@@ -19,7 +19,7 @@ needs_kernels = pytest.mark.skipif(absence() is not None, reason=f"no compiled k
 LAYOUT = Layout(start=(0, 5, 9, 15), length=(5, 4, 6, 7), prefix=(-1, 0, 0, -1), total=25)
 """A prompt with two completions, a segment of its own, and three positions of filler."""
 NAMES = (
-    *("attention", "attention_backward", "rms_norm", "rms_norm_of_sum", "rms_norm_backward", "add_rms_norm", "add_layer_norm"),
+    *("attention", "attention_backward", "rms_norm", "rms_norm_backward", "add_rms_norm", "add_layer_norm"),
     *("head_norm", "rotary", "gated", "gated_backward", "gelu", "gelu_backward", "read_logits", "logits_gradient", "draw_tokens"),
     *("gemm", "pack_weight", "linear", "keep_entries", "decode_attention"),
 )
@@ -56,8 +56,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]
         "attention": (query, key, value, *families, 0.25),
         "attention_backward": (out.detach(), *(t.detach() for t in (query, key, value)), out, lse, *families, 0.25),
         "rms_norm": (x, weight, 1e-5, dtype),
-        "rms_norm_of_sum": (normal(3, 7, 32), x.detach(), weight.detach(), 1e-5, dtype),
-        "rms_norm_backward": (x.detach(), normal(3, 7, 32), weight.detach(), scale, normal(3, 7, 32)),
+        "rms_norm_backward": (x.detach(), normal(3, 7, 32), weight.detach(), scale),
         "add_rms_norm": (normal(7, 32), like, weight.detach(), 1e-5, dtype),
         "add_layer_norm": (normal(7, 32), like, weight.detach(), 1e-5, normal(32), dtype),
         "head_norm": (normal(7, 3, 32, dtype=dtype)[:, :2], normal(2, 32), 1e-5),

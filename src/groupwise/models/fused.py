@@ -21,26 +21,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
-from groupwise.models.layers import MLP, Attention, Layer, Norm, describe
+from groupwise.models.layers import MLP, Attention, Norm, describe
 from groupwise.ops.functional import (
-    AddNorm,
     Linear,
     Rows,
     copies_of_weights,
     gated_mlp,
-    one_pass,
     plain_mlp,
     rms_norm,
     rotary,
     worth_linear,
 )
-
-_CALL_RECOMPUTES = "__call__" in vars(GradientCheckpointingLayer)
-"""Before transformers 5.23 a block's `__call__` has it computed again, since then its `forward`."""
 
 
 @contextmanager
@@ -78,8 +72,6 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
             return partial(_gated_mlp, mlp)
         case MLP(gated=False) as mlp if all(type(linear) is Conv1D for linear in mlp.products):
             return partial(_plain_mlp, mlp)
-        case Layer(rotary=True) as layer:
-            return partial(_rotary_block, layer)
     form = _BY_CLASS.get(type(module))
     return None if form is None else MethodType(form, module)
 
@@ -102,34 +94,6 @@ def _norm(norm: Norm, hidden_states: Tensor) -> Tensor:
 def _last_norm(norm: Norm, hidden_states: Tensor) -> Tensor:
     # It feeds heads of any precision, so it does not round for a product.
     return rms_norm(hidden_states, norm.weight_D, norm.eps, hidden_states.dtype)
-
-
-def _rotary_block(layer: Layer, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    module = layer.module
-    if args or kwargs.get("past_key_values") is not None:
-        return type(module).forward(module, hidden_states, *args, **kwargs)
-    # The class's own forward, which is not used, would see to it that the block is computed again.
-    if module.gradient_checkpointing and module.training and not _CALL_RECOMPUTES:
-        return module._gradient_checkpointing_func(partial(_rotary_block_once, layer, **kwargs), hidden_states)
-    return _rotary_block_once(layer, hidden_states, **kwargs)
-
-
-def _rotary_block_once(layer: Layer, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    stream, normed = _stream_and_norm(layer.norm, hidden_states, None)
-    added, _ = layer.attention(hidden_states=normed, **kwargs)
-    stream, normed = _stream_and_norm(layer.mlp_norm, stream, added)
-    return stream + layer.mlp(normed)
-
-
-def _stream_and_norm(module: nn.Module, x: Tensor, add: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The stream with what is added to it, and its norm."""
-    lower, form = _lower(x), vars(module).get("forward")
-    if isinstance(form, partial) and form.func is _norm and not _hooked(module):
-        norm: Norm = form.args[0]
-        if one_pass(x, norm.weight_D, lower) and (add is None or (add.dtype == lower and add.is_contiguous())):
-            return AddNorm.apply(x, add, norm.weight_D, norm.eps, lower)  # type: ignore[return-value]
-    stream = x if add is None else x + add
-    return stream, module(stream)
 
 
 def _hooked(*modules: nn.Module) -> bool:

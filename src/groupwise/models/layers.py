@@ -96,13 +96,10 @@ class MLP:
 class Layer:
     """x += attention(norm(x)); x += mlp(mlp_norm(x)).   The modules may be of any class: `describe` them."""
 
-    module: Any
     norm: nn.Module
     attention: nn.Module
     mlp_norm: nn.Module
     mlp: nn.Module
-    rotary: bool
-    """True if attention is of a rotary class, and norms are RMSNorms, where nobody has put others in their place."""
 
 
 def matrix_of(linear: Any) -> tuple[Tensor, Tensor | None]:
@@ -168,20 +165,13 @@ def _gpt2_mlp(module: Any) -> MLP | None:
 
 
 def _rotary_layer(module: Any) -> Layer:
-    return Layer(
-        module=module,
-        norm=module.input_layernorm,
-        attention=module.self_attn,
-        mlp_norm=module.post_attention_layernorm,
-        mlp=module.mlp,
-        rotary=True,
-    )
+    return Layer(norm=module.input_layernorm, attention=module.self_attn, mlp_norm=module.post_attention_layernorm, mlp=module.mlp)
 
 
 def _gpt2_layer(module: Any) -> Layer | None:
     if hasattr(module, "crossattention"):
         return None
-    return Layer(module=module, norm=module.ln_1, attention=module.attn, mlp_norm=module.ln_2, mlp=module.mlp, rotary=False)
+    return Layer(norm=module.ln_1, attention=module.attn, mlp_norm=module.ln_2, mlp=module.mlp)
 
 
 _READERS: dict[type[nn.Module], Callable[[Any], Norm | Attention | MLP | Layer | None]] = {

@@ -4,8 +4,7 @@ Each saves less for the backward pass than a composition of torch's operations d
 products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (groupwise/ops/cpu).
 
 Each is an autograd Function that computes by compiled kernels where they take its tensors, else by torch's operations.  Gradients
-of weights are added to `.grad` in place, a norm behind a residual sum hands its input on as an output, and the down projection of
-an MLP is deferred behind what it saves (`LastProduct`).
+of weights are added to `.grad` in place, and the down projection of an MLP is deferred behind what it saves (`LastProduct`).
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
@@ -120,7 +119,7 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
         if ctx.compiled:
-            return *operations.rms_norm_backward(grads[0].contiguous(), x_TD, weight_D, scale_T)[:2], None, None
+            return *operations.rms_norm_backward(grads[0].contiguous(), x_TD, weight_D, scale_T), None, None
         grad_out_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
         for rows in _blocks(x_TD):
@@ -131,34 +130,6 @@ class RMSNorm(torch.autograd.Function):
             share_T = (along_TD @ wide_D).div_(-x_TD.shape[-1])[..., None]
             grad_x_TD[rows] = torch.mul(grad_TD, wide_D, out=along_TD).addcmul_(unit_TD, share_T).mul_(scale_T[rows])
         return grad_x_TD.view_as(grads[0]), grad_weight_D.to(weight_D.dtype), None, None
-
-
-class AddNorm(torch.autograd.Function):
-    """The stream x + add, or x alone, and its RMSNorm: read once; and back, where the two meet, once.  Compiled kernels only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, add: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if add is None:
-            total, (out, scale_T) = x, operations.rms_norm(x, weight_D, eps, dtype)
-        else:
-            total, out, scale_T = operations.rms_norm_of_sum(x, add, weight_D, eps, dtype)
-        ctx.save_for_backward(total, weight_D, scale_T)
-        ctx.added, ctx.dtype = add is not None, dtype
-        ctx.set_materialize_grads(False)
-        return total, out
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, weight_D, scale_T = ctx.saved_tensors
-        more, grad = grads
-        if grad is None:  # nobody has read the norm
-            grad = torch.zeros_like(total, dtype=ctx.dtype)
-        more = None if more is None else more.contiguous()
-        grad_x, grad_weight_D, grad_add = operations.rms_norm_backward(grad.contiguous(), total, weight_D, scale_T, more)
-        if grad.dtype == total.dtype:
-            grad_add = grad_x
-        return grad_x, grad_add if ctx.added else None, grad_weight_D, None, None
 
 
 def one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:

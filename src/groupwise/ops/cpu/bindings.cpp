@@ -132,18 +132,17 @@ static int64_t require_rows(const Tensor &weight, const Tensors &...rows) {
     return weight.size(0);
 }
 
-static void norm_into(const Tensor &x, const Maybe &add, const Tensor &sum, const Tensor &weight, const Tensor &out, float *scale,
-                      double eps) {
-    int64_t width = require_rows(weight, x, sum, out);
+static void norm_into(const Tensor &x, const Maybe &add, const Tensor &weight, const Tensor &out, float *scale, double eps) {
+    int64_t width = require_rows(weight, x, out);
     require(!add || (add->is_contiguous() && same_shape(*add, x)), "rows to add like those that they are added to");
-    ::add_rms_norm(half(x), add ? half(*add) : 0, half(out), x.data_ptr(), numbers(add), sum.data_ptr(), floats(weight), out.data_ptr(),
+    ::add_rms_norm(half(x), add ? half(*add) : 0, half(out), x.data_ptr(), numbers(add), x.data_ptr(), floats(weight), out.data_ptr(),
                    scale, x.numel() / width, width, eps, threads());
 }
 
 // x += add in place; of the sum weight * x / sqrt(mean(x^2) + eps).
 static Tensor add_rms_norm_(const Tensor &x, const Maybe &add, const Tensor &weight, double eps, ScalarType type) {
     Tensor out = room_like(x, type);
-    norm_into(x, add, x, weight, out, nullptr, eps);
+    norm_into(x, add, weight, out, nullptr, eps);
     return out;
 }
 
@@ -160,30 +159,18 @@ static Tensor add_layer_norm_(const Tensor &x, const Maybe &add, const Tensor &w
 // The norm in `type`, and the factors 1 / sqrt(...) of its rows.
 static std::tuple<Tensor, Tensor> rms_norm(const Tensor &x, const Tensor &weight, double eps, ScalarType type) {
     Tensor out = room_like(x, type), scale = room(x, {x.numel() / last(x)}, ScalarType::Float);
-    norm_into(x, {}, x, weight, out, floats(scale), eps);
+    norm_into(x, {}, weight, out, floats(scale), eps);
     return {out, scale};
 }
 
-// x + add, and of it what `rms_norm` gives.
-static std::tuple<Tensor, Tensor, Tensor> rms_norm_of_sum(const Tensor &x, const Tensor &add, const Tensor &weight, double eps,
-                                                          ScalarType type) {
-    Tensor sum = room_like(x), out = room_like(x, type), scale = room(x, {x.numel() / last(x)}, ScalarType::Float);
-    norm_into(x, add, sum, weight, out, floats(scale), eps);
-    return {sum, out, scale};
-}
-
-// Gradients of x, of the weight, and of x once more in the type of `grad`: empty where both are of one type.  more: a gradient that x
-// has from elsewhere, which is added.
-static std::tuple<Tensor, Tensor, Tensor> rms_norm_backward_(const Tensor &grad, const Tensor &x, const Tensor &weight,
-                                                             const Tensor &scale, const Maybe &more) {
+// Gradients of x and of the weight.
+static std::tuple<Tensor, Tensor> rms_norm_backward_(const Tensor &grad, const Tensor &x, const Tensor &weight, const Tensor &scale) {
     int64_t width = require_rows(weight, x, grad);
-    require(same_shape(x, grad) && (!more || (same_shape(x, *more) && more->is_contiguous() && half(*more) == half(x))),
-            "gradients like what they are of");
+    require(same_shape(x, grad) && scale.numel() == x.numel() / width, "gradients like what they are of");
     Tensor grad_x = room_like(x), grad_weight = torch::stable::new_zeros(weight, Sizes{width});
-    Tensor copy = half(grad) != half(x) ? room_like(grad) : room(grad, {0});
-    ::rms_norm_backward(half(x), half(grad), x.data_ptr(), grad.data_ptr(), floats(weight), floats(scale), numbers(more),
-                        grad_x.data_ptr(), copy.numel() ? copy.data_ptr() : nullptr, floats(grad_weight), x.numel() / width, width);
-    return {grad_x, grad_weight, copy};
+    ::rms_norm_backward(half(x), half(grad), x.data_ptr(), grad.data_ptr(), floats(weight), floats(scale), grad_x.data_ptr(),
+                        floats(grad_weight), x.numel() / width, width);
+    return {grad_x, grad_weight};
 }
 
 // Norms of heads (T, H, W) in place, each with weights of its own (H, W).
@@ -419,8 +406,7 @@ STABLE_TORCH_LIBRARY(groupwise, m) {
     m.def("add_rms_norm(Tensor(a!) x, Tensor? add, Tensor weight, float eps, ScalarType dtype) -> Tensor");
     m.def("add_layer_norm(Tensor(a!) x, Tensor? add, Tensor weight, float eps, Tensor bias, ScalarType dtype) -> Tensor");
     m.def("rms_norm(Tensor x, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor)");
-    m.def("rms_norm_of_sum(Tensor x, Tensor add, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)");
-    m.def("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, Tensor? more=None) -> (Tensor, Tensor, Tensor)");
+    m.def("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)");
     m.def("head_norm(Tensor(a!) x, Tensor weight, float eps) -> ()");
     m.def("rotary(Tensor x, Tensor cosine, Tensor sine, float sign=1.0) -> Tensor");
     m.def("gated(Tensor gate, Tensor up) -> Tensor");
@@ -448,7 +434,6 @@ STABLE_TORCH_LIBRARY_IMPL(groupwise, CPU, m) {
     m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm_));
     m.impl("add_layer_norm", TORCH_BOX(&add_layer_norm_));
     m.impl("rms_norm", TORCH_BOX(&rms_norm));
-    m.impl("rms_norm_of_sum", TORCH_BOX(&rms_norm_of_sum));
     m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward_));
     m.impl("head_norm", TORCH_BOX(&head_norm_));
     m.impl("rotary", TORCH_BOX(&rotary));

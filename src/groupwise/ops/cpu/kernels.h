@@ -97,13 +97,13 @@ void attention_backward(int half, const void *query, const void *key, const void
                         long heads, long shared, long width, float scale, const int64_t *first, const Stretch *stretches, long families,
                         int threads);
 
-// ---- rows.cpp: `add`, `scale`, `more` and `copy` may be null
+// ---- rows.cpp: `add` and `scale` may be null
 void add_rms_norm(int x_half, int add_half, int out_half, const void *x, const void *add, void *sum, const float *weight, void *out,
                   float *scale, long rows, long width, float eps, int threads);
 void add_layer_norm(int half, float *x, const void *add, const float *weight, const float *bias, void *out, long rows, long width,
                     float eps, int threads);
 void rms_norm_backward(int x_half, int grad_half, const void *x, const void *grad, const float *weight, const float *scale,
-                       const void *more, void *grad_x, void *copy, float *grad_weight, long rows, long width);
+                       void *grad_x, float *grad_weight, long rows, long width);
 void head_norm(int half, void *x, long row_stride, const float *weight, long rows, long heads, long width, float eps, int threads);
 void rotate(int half, const void *x, long token_stride, long head_stride, const float *cosine, const float *sine, void *out, long tokens,
             long heads, long width, float sign, int threads);

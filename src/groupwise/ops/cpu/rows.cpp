@@ -74,18 +74,16 @@ extern "C" void head_norm(int half, void *x, long row_step, const float *weight,
     });
 }
 
-// With u = x scale:  grad_x = scale (g w - u mean(u g w)) + more,  grad_weight += sum over rows of u g.
-// more: what x is told from elsewhere; copy: grad_x in the type of g.  Both may be null.
+// With u = x scale:  grad_x = scale (g w - u mean(u g w)),  grad_weight += sum over rows of u g.
 extern "C" void rms_norm_backward(int x_half, int grad_half, const void *x, const void *grad, const float *weight, const float *scale,
-                                  const void *more, void *grad_x, void *copy, float *grad_weight, long rows, long width) {
+                                  void *grad_x, float *grad_weight, long rows, long width) {
     typed(x_half, grad_half, [=](auto x_zero, auto grad_zero) {
         typedef decltype(x_zero) X;
         typedef decltype(grad_zero) Grad;
         for (long t = 0; t < rows; t++) {
-            const X *from = (const X *)x + t * width, *other = more ? (const X *)more + t * width : nullptr;
+            const X *from = (const X *)x + t * width;
             const Grad *grad_row = (const Grad *)grad + t * width;
             X *to = (X *)grad_x + t * width;
-            Grad *also = copy ? (Grad *)copy + t * width : nullptr;
             Vec along = all(0.0f);
             for (long d = 0; d < width; d += LANES) {
                 Vec part = load(from + d) * scale[t] * load(grad_row + d);
@@ -94,10 +92,8 @@ extern "C" void rms_norm_backward(int x_half, int grad_half, const void *x, cons
             }
             float share = sum(along) / width;
             for (long d = 0; d < width; d += LANES) {
-                Vec unit = load(from + d) * scale[t], found = (load(grad_row + d) * load(weight + d) - unit * share) * scale[t];
-                if (other) found += load(other + d);
-                store(to + d, found);
-                if (also) store(also + d, found);
+                Vec unit = load(from + d) * scale[t];
+                store(to + d, (load(grad_row + d) * load(weight + d) - unit * share) * scale[t]);
             }
         }
     });
