@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from groupwise.data.encoding import RecordKind, TooLong, encode
-from groupwise.data.messages import Content, before_the_answer, checked, joined, openings
+from groupwise.data.messages import Content, before_the_answer, checked, joined, openings, variables_in
 from groupwise.data.report import Report
 from groupwise.data.sources import BadRow, Row, SourceRows, first_of, missing_column
 from groupwise.data.templates import Template
@@ -80,6 +80,10 @@ def read_demonstration(row: Row, where: str, *, wording: Wording) -> ReadRow:
         content = wording.content(row, where)
         return ReadRow(row, content, (answer,), notes=_untrained(content))
     before = before_the_answer(answer, column, where)
+    if column == "messages" == wording.column_of(row):  # they have been read
+        variables_in(row, where)
+        content = wording.opened(before)
+        return ReadRow(row, content, (answer[-1:],), notes=_untrained(content))
     prompt = wording.own_content(row, where)
     if wording.format is not None and len(before) - len(openings(before)) <= (column == "messages"):
         prompt = prompt if isinstance(prompt, str) else [*openings(before), *prompt]

@@ -270,7 +270,11 @@ class Template(Wording):
         tools, variables = tools_in(row) if self.tools is None else self.tools(row) or (), variables_in(row, "row")
         control: tuple[str, ...] = ()
         if not isinstance(content, str):
-            texts = _texts_of([self._foreign(content), tools if self.tools is None else None, variables])
+            foreign = self._foreign(content)
+            if tools or variables or not all(map(_is_bare, foreign)):
+                texts = _texts_of([foreign, tools if self.tools is None else None, variables])
+            else:
+                texts = [str(message["content"]) for message in foreign]
             control = tuple(dict.fromkeys(token for text in texts for token in self.typed_pattern.findall(text)))
         if self.control_tokens == "plain":
             variables, tools = self.shielded(variables), self.shielded(tools) if self.tools is None else tools
@@ -619,6 +623,11 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
             _map_texts(key, change): inner if _is_name(key, inner) else _map_texts(inner, change) for key, inner in value.items()
         }
     return [_map_texts(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _is_bare(message: Mapping[str, Any]) -> bool:
+    """True for a message with nothing beside a role that is a name, and its content: only that is to be searched."""
+    return len(message) == 2 and "content" in message and _is_name("role", message["role"])
 
 
 def _is_name(key: object, value: object) -> bool:

@@ -78,6 +78,10 @@ class Wording:
         """`content` without the system message of the settings."""
         return self._in_chat(self._asked(row, where))
 
+    def column_of(self, row: Row) -> str | None:
+        """The column that a row asks in; None if it has none, or if `format` says what it asks."""
+        return first_of(row, ("prompt", "messages", "instruction")) if self.format is None else None
+
     def _in_chat(self, content: Content) -> Content:
         return [{"role": "user", "content": content}] if self.chat and isinstance(content, str) else content
 
@@ -122,7 +126,7 @@ class Wording:
             return _alpaca(row, where)
         if self.format is not None:
             return formatted(self.format, row, where)
-        column = first_of(row, ("prompt", "messages", "instruction"))
+        column = self.column_of(row)
         if column == "prompt":
             return asks(checked(row["prompt"], "prompt", where), "prompt", where)
         if column == "messages":
