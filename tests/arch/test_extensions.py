@@ -32,7 +32,7 @@ def loss(terms, *, width: float = 1.0):
 
 def credit(groups):
     calls.append(("credit", len(groups)))
-    return centered(groups)
+    return Centered()(groups)
 
 
 class Engine(InProcess):
