@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ from groupwise.proof import cache
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Layout, Prompt, Sample, Sampling
+from groupwise.rollout.native import engine
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.native.kv_cache import KVCache
 
 SMALL = {
     "vocab_size": len(TOKENIZER),
@@ -88,6 +91,7 @@ HYBRIDS: dict[str, Any] = {
     "falcon_h1": lambda: FalconH1Config(**SMALL, **MAMBA | {"mamba_d_head": 8}, mamba_d_ssm=32),
 }
 
+TALKING = replace(NATIVE, conversations=True)
 EACH = [pytest.param(name, marks=() if name in ("qwen3_5", "lfm2", "granite4") else pytest.mark.slow) for name in HYBRIDS]
 
 
@@ -204,8 +208,7 @@ def test_the_engine_draws_by_a_hybrids_own_pass(name: str, double: Callable[[str
     rng = np.random.default_rng(0)
     lengths = (1, 3, 5, 66)
     prompts = [Prompt(id=str(i), tokens=rng.integers(3, len(TOKENIZER), n), text="") for i, n in enumerate(lengths)]
-    engine = NativeEngine(policy, max_rows=5)
-    groups = list(engine.generate(prompts, group_size=4, sampling=Sampling(max_new_tokens=12), seed=0))
+    groups = list(NativeEngine(policy, max_rows=5).generate(prompts, group_size=4, sampling=Sampling(max_new_tokens=12), seed=0))
     assert len(groups) == len(prompts)
     with torch.no_grad(), plain_attention(policy.model) as model:
         for rollout in (rollout for group in groups for rollout in group):
@@ -323,3 +326,26 @@ def test_planted_faults_of_the_engines_states_are_found_at_load(late: int, monke
     monkeypatch.setattr(Decode, "_states", wrong)
     with pytest.raises(ConfigError, match="sampling does not equal the model's own forward pass"):
         prove(policy, longest=24, sampler=NATIVE, train=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "granite4"])
+@pytest.mark.parametrize("tokens", sorted(set(engine.TOKENS_PER_SYNC.values())))
+def test_conversations_go_on_from_the_states_that_were_laid_aside(
+    name: str, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where rows of other models draw several tokens before the host looks: a state holds none behind a turn's end."""
+    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
+    monkeypatch.setitem(engine.TOKENS_PER_SYNC, "cpu", tokens)
+    policy = make_policy(model_of(name), TOKENIZER)
+    assert prove(policy, longest=60, sampler=TALKING, train=False).paths[-1] == "conversations"
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_laid_aside_is_found_where_a_world_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
+    take = KVCache.take
+    monkeypatch.setattr(KVCache, "take", lambda self, entry, tokens: take(self, entry, tokens)._replace(states={}))
+    policy = make_policy(model_of("qwen3_5"), TOKENIZER)
+    with pytest.raises(ConfigError, match="conversations does not equal the model's own forward pass"):
+        prove(policy, longest=60, sampler=TALKING, train=False)
