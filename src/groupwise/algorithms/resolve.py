@@ -176,11 +176,15 @@ def chosen(kind: str, setting: Part | None, preset: Callable | None, supplied: M
     return with_options(part, values)
 
 
-def _is_default(part: Callable, option: str) -> bool:
+def _is_default(part: Callable[..., Any], option: str) -> bool:
     """True if a part has an option that nobody has set."""
-    kind: Any = type(part) if is_dataclass(part) and not isinstance(part, type) else bare(part)
-    plain = parameters(kind)
+    plain = parameters(_unset(part))
     return option in plain and parameters(part)[option].default == plain[option].default
+
+
+def _unset(part: Any) -> Callable[..., Any]:
+    """What a part is made of: the class of a dataclass, the function inside of partials."""
+    return type(part) if is_dataclass(part) and not isinstance(part, type) else bare(part)
 
 
 def part_problems(
