@@ -20,6 +20,8 @@ class Metric:
     meaning: str
     healthy: str = ""
     """A rule of thumb for reasoning tasks with a checker; empty where there is none."""
+    label: str = ""
+    """What pages call it where it stands among a run's first figures, or its work."""
 
     def matches(self, key: str) -> bool:
         """True if `key` is this metric, or one of this family.
@@ -49,11 +51,15 @@ METRICS: tuple[Section, ...] = (
             Metric("step", "steps", "counts from 1", "Which step the line is of: a rollout and its updates, or one batch of rows."),
             Metric("wall", "seconds", "time since 1970", "When the line was written."),
             Metric("loss", "-", "mean over updates of sum(weight x loss)", "The objective. On-policy it says nothing of progress:"
-                   " it is minus the mean advantage, about 0, while its gradient is not. For SFT, DPO and reward models it does."),
-            Metric("grad_norm", "-", "|g|, before clipping; mean over updates", "Length of the gradient.", "no spikes"),
+                   " it is minus the mean advantage, about 0, while its gradient is not. For SFT, DPO and reward models it does.",
+                   label="Loss"),
+            Metric("grad_norm", "-", "|g|, before clipping; mean over updates", "Length of the gradient over all weights.",
+                   "no spikes",
+                   label="Gradient norm"),
             Metric("lr", "-", "of the last update", "The learning rate as scheduled."),
             Metric("skipped_updates", "updates", "count", "Updates left out because the gradient was not finite.", "0"),
-            Metric("tokens/trained", "tokens", "sum over updates of tokens with weight != 0", "What the updates learnt from."),
+            Metric("tokens/trained", "tokens", "sum over updates of tokens with weight != 0", "What the updates learnt from.",
+                   label="Tokens trained"),
             Metric("tokens/per_second", "tokens / second", "tokens sampled (or read) / seconds of the step",
                    "Speed of the whole step."),
             Metric("time/PHASE", "seconds", "wall time", "Of the phases `rollout`, `reference`, `update`, `sync` or `data`."),
@@ -64,7 +70,7 @@ METRICS: tuple[Section, ...] = (
         "Online objectives with reward functions. r_i is the combined reward of completion i, G the group size.",
         (
             Metric("reward", "yours", "mean_i r_i", "Mean combined reward of the completions that could be scored.",
-                   "rises, with noise"),
+                   "rises, with noise", label="Reward"),
             Metric("reward_std", "yours", "mean over groups of std(r_1 ... r_G), G - 1 in the denominator",
                    "Spread inside a group: what the advantages are made of.", "above 0; falls as the task is learnt"),
             Metric("rewards/NAME/mean", "yours", "mean over completions", "One reward function by itself, where it applies."),
@@ -72,7 +78,8 @@ METRICS: tuple[Section, ...] = (
                    "How often the function did not apply. Written only if it happened.", "small, or as intended"),
             Metric("groups/dead", "share", "1 - groups with a trained token whose advantage is not 0 / prompts drawn",
                    "Groups that teach nothing: their rewards are equal, or all of them is masked. With pass rate p expect p^G +"
-                   " (1 - p)^G. TRL's `frac_reward_zero_std`, which counts equal rewards alone.", "below 0.5"),
+                   " (1 - p)^G. TRL's `frac_reward_zero_std`, which counts equal rewards alone.", "below 0.5",
+                   label="Dead groups"),
             Metric("groups/solved", "share", "groups whose completions are all right / groups with a verdict",
                    "By the recipe's verdict; not written without one.", "not near 1"),
             Metric("groups/failed", "share", "groups without a right completion / groups with a verdict",
@@ -87,21 +94,23 @@ METRICS: tuple[Section, ...] = (
         "Completions",
         "Online objectives.",
         (
-            Metric("completions/mean_length", "tokens", "mean_i n_i: written tokens, EOS too", "Length.", "no run-away"),
+            Metric("completions/mean_length", "tokens", "mean_i n_i: written tokens, EOS too", "Tokens of a completion.",
+                   "no run-away",
+                   label="Length"),
             Metric("completions/min_length", "tokens", "min_i n_i", "The shortest."),
             Metric("completions/max_length", "tokens", "max_i n_i", "The longest."),
             Metric("completions/mean_terminated_length", "tokens", "mean over completions that ended by themselves",
                    "Length without the truncated ones."),
             Metric("completions/clipped_ratio", "share", "truncated completions / completions",
                    "Share cut off at `rollout.max_new_tokens`. Lengths are clipped here, not ratios; the name is TRL's.",
-                   "below 0.1"),
+                   "below 0.1", label="Cut off"),
             Metric("completions/duplicates", "share", "1 - distinct completions / completions",
                    "Share that repeats another completion of its group, token for token.", "small, unless answers are short"),
             Metric("entropy", "nats / token", "mean_t of -log p(sampled token)", "Sampled estimate of the policy's entropy, at the"
-                   " sampling temperature.", "falls slowly, not to 0"),
+                   " sampling temperature.", "falls slowly, not to 0", label="Entropy"),
             Metric("entropy_bonus", "-", "c of Skywork-OR1's rule, at the last update", "Coefficient of the adaptive entropy bonus,"
                    " where there is a `group.entropy_target`.", "at its bound only for a while"),
-            Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled and kept."),
+            Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled and kept.", label="Tokens sampled"),
             Metric("tokens/discarded", "tokens", "tokens of groups sampled for the step and not kept",
                    "What refilling dead groups threw away; not written where rollouts run ahead."),
         ),
@@ -132,7 +141,8 @@ METRICS: tuple[Section, ...] = (
             Metric("ratio/mean", "-", "mean rho", "Importance ratio.", "1 with one update per rollout"),
             Metric("ratio/min", "-", "min rho", "The smallest ratio."),
             Metric("ratio/max", "-", "max rho", "The largest ratio."),
-            Metric("ratio/kl", "nats / token", "mean(rho - 1 - log rho)", "Estimate of KL(behavior || policy).", "below 0.05"),
+            Metric("ratio/kl", "nats / token", "mean(rho - 1 - log rho)", "Estimate of KL(behavior || policy).", "below 0.05",
+                   label="Off-policy KL"),
             Metric("ratio/ess", "share", "(sum rho)^2 / (N sum rho^2)", "Effective sample size; 1 when on-policy.", "above 0.9"),
             Metric("clip/low", "share", "tokens with rho < 1 - low and A < 0 / tokens", "Gradient cut at the lower bound.",
                    "below 0.1"),
@@ -142,7 +152,7 @@ METRICS: tuple[Section, ...] = (
                    "Tokens left out by `group.off_policy_delta`.", "below 0.2"),
             Metric("kl", "nats / token", "mean of the estimator `group.kl`, first pass",
                    "KL to the reference, with `group.beta`; by k1 where it is taken from the reward.",
-                   "grows slowly"),
+                   "grows slowly", label="KL to reference"),
             Metric("kl/max", "nats", "max of the estimator", "Its largest token."),
             Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where the exponential is continued"
                    " as its tangent.", "0"),
@@ -166,15 +176,15 @@ METRICS: tuple[Section, ...] = (
         "Every step of an online run. m: tokens of a prompt.",
         (
             Metric("tokens/shared", "tokens", "sum over groups of (G - 1) x m",
-                   "Prompt tokens that siblings did not compute again."),
+                   "Prompt tokens that siblings did not compute again.", label="Tokens shared"),
             Metric("tokens/dead", "tokens", "count", "Tokens of completions that no update trained.",
-                   "below half of `tokens/sampled`"),
+                   "below half of `tokens/sampled`", label="Tokens dead"),
             Metric("tokens/recomputed", "tokens", "count", "Completion tokens of forward passes that had been made before: scoring"
-                   " ahead of the updates, checkpointed activations."),
+                   " ahead of the updates, checkpointed activations.", label="Tokens recomputed"),
             Metric("flops/per_second", "FLOP / second", "FLOPs of the step's models / seconds of the step / processes",
                    "Sampling, updates, and what reference, critic and teacher compute in this process; what is computed again to"
                    " save memory does not count. Divided by your device's peak it is the utilisation (MFU). Not of mixtures of"
-                   " experts."),
+                   " experts.", label="FLOPs per second"),
         ),
     ),
     Section(
@@ -183,7 +193,8 @@ METRICS: tuple[Section, ...] = (
         (
             Metric("mismatch/mean", "nats", "mean |l - b|", "Mean difference of the log-probs.",
                    "1e-5 in float32, 1e-2 in bfloat16"),
-            Metric("mismatch/max", "nats", "max |l - b|", "Largest difference.", "below 0.1"),
+            Metric("mismatch/max", "nats", "max |l - b|", "Largest difference between sampled and scored log-probs.", "below 0.1",
+                   label="Sampler mismatch"),
             Metric("mismatch/kl", "nats / token", "mean(exp(l - b) - 1 - (l - b))", "Estimate of KL(sampler || trainer)."),
             Metric("mismatch/bounded", "share", "tokens whose weight exp(l - b) was cut / tokens",
                    "With another engine's correction ([vLLM](vllm.md)).", "0 in float32, below 0.01"),
@@ -211,7 +222,7 @@ METRICS: tuple[Section, ...] = (
             Metric("nll", "nats / token", "mean_t(-l_t)", "SFT's loss."),
             Metric("perplexity", "-", "exp(nll)", "The same as a number of choices."),
             Metric("accuracy", "share", "pairs with s_c > s_r (a tie is half) / pairs; or steps judged right / steps",
-                   "Is the order, or the step's label, right?", "well above 0.5"),
+                   "Is the order, or the step's label, right?", "well above 0.5", label="Accuracy"),
             Metric("margin", "yours", "mean(s_c - s_r)", "By how much."),
             Metric("score/chosen", "yours", "mean s_c", "Mean score of the chosen side."),
             Metric("score/rejected", "yours", "mean s_r", "Mean score of the rejected side."),
@@ -233,8 +244,10 @@ METRICS: tuple[Section, ...] = (
         " it 1; by default that is the first reward that is the built-in `accuracy`, `exact` or `number`. Rates are over the"
         " completions that it judged. Without a verdict there are rewards alone.",
         (
-            Metric("eval/greedy", "share", "right greedy completions / judged ones", "Greedy accuracy."),
-            Metric("eval/sampled", "share", "mean over prompts of right samples / judged ones", "Sampled accuracy."),
+            Metric("eval/greedy", "share", "right greedy completions / judged ones", "Greedy accuracy.",
+                   label="Held out, greedy"),
+            Metric("eval/sampled", "share", "mean over prompts of right samples / judged ones", "Sampled accuracy.",
+                   label="Held out, sampled"),
             Metric("eval/pass@K", "share", "mean of 1 - C(n - c, k) / C(n, k); c right of n (2107.03374)",
                    "Is one of k samples right? Over prompts with at least k judged samples."),
             Metric("eval/greedy_reward", "yours", "mean combined reward of the greedy completions", "Without a verdict."),

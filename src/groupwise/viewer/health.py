@@ -17,21 +17,10 @@ SHOWN = 10
 """Files that a warning names."""
 
 FIGURES = (
-    ("reward", "Reward", "mean of the step's completions"),
-    ("groups/dead", "Dead groups", "share of prompts whose groups teach nothing: equal rewards, or all masked"),
-    ("entropy", "Entropy", "nats per sampled token; falls slowly, not to 0"),
-    ("completions/mean_length", "Length", "tokens of a completion, on average"),
-    ("completions/clipped_ratio", "Cut off", "share of completions that hit the length limit"),
-    ("kl", "KL to reference", "nats; grows slowly"),
-    ("grad_norm", "Gradient norm", "before clipping; no spikes"),
-    ("ratio/kl", "Off-policy KL", "from the policy that sampled to the one trained, nats; 0 on-policy, below 0.05 else"),
-    ("mismatch/max", "Sampler mismatch", "largest gap between sampled and scored log-probs, nats; rounding only"),
-    ("eval/greedy", "Held out, greedy", "share of held-out prompts answered rightly"),
-    ("eval/sampled", "Held out, sampled", "share of sampled held-out completions that are right"),
-    ("accuracy", "Accuracy", "share of pairs or steps judged right"),
-    ("loss", "Loss", "says nothing in reinforcement learning: look at the reward"),
-)
-"""Metric, what it is called, what it means; those that a run does not have are left out, and the loss where there is a reward."""
+    "reward", "groups/dead", "entropy", "completions/mean_length", "completions/clipped_ratio", "kl", "grad_norm", "ratio/kl",
+    "mismatch/max", "eval/greedy", "eval/sampled", "accuracy", "loss",
+)  # fmt: skip
+"""The metrics that say most; those that a run does not have are left out, and the loss where there is a reward."""
 
 
 def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
@@ -64,13 +53,19 @@ def unread(problems: Sequence[str]) -> list[dict[str, str]]:
 def figures(names: Iterable[str]) -> list[dict[str, Any]]:
     """The figures that stand first, of those that the run has."""
     known = set(names)
-    chosen = [figure for figure in FIGURES if figure[0] in known and not (figure[0] == "loss" and "reward" in known)]
-    return [{"metric": metric, "label": label, "unit": _unit(metric), "meaning": meaning} for metric, label, meaning in chosen]
+    return [described(name) for name in FIGURES if name in known and not (name == "loss" and "reward" in known)]
 
 
-def _unit(metric: str) -> str:
+def described(metric: str) -> dict[str, Any]:
+    """What the metric table says of a metric: its label, its unit, its meaning and the usual range."""
     row = find(metric)
-    return "" if row is None else row.unit
+    assert row is not None, f"{metric} has no row in the metric table"
+    return {
+        "metric": metric,
+        "label": row.label,
+        "unit": row.unit,
+        "meaning": f"{row.meaning} Usual: {row.healthy}." if row.healthy else row.meaning,
+    }
 
 
 def first(names: Iterable[str]) -> list[str]:
@@ -106,20 +101,8 @@ def _place(name: str) -> tuple[int, int, str]:
     return rows[0] if rows else (len(METRICS), 0, name)
 
 
-WORK = (
-    ("tokens/sampled", "Tokens sampled", "tokens", "completion tokens of a step"),
-    ("tokens/trained", "Tokens trained", "tokens", "with a weight in the loss, over all updates of the step"),
-    ("tokens/shared", "Tokens shared", "tokens", "prompt tokens that siblings did not compute again"),
-    ("tokens/dead", "Tokens dead", "tokens", "of completions that no update trained: no difference of rewards, or masked"),
-    ("tokens/recomputed", "Tokens recomputed", "tokens", "of forward passes that had been made before"),
-    (
-        "flops/per_second",
-        "FLOPs per second",
-        "FLOP/s",
-        "of the models in this process; divided by the device's peak: its utilisation",
-    ),
-)
-"""Metric, what it is called, its unit, what it means."""
+WORK = ("tokens/sampled", "tokens/trained", "tokens/shared", "tokens/dead", "tokens/recomputed", "flops/per_second")
+"""Metrics of a step's work."""
 WITHIN = "time/waiting/"
 """Seconds that are a part of others: how long each process waited."""
 
@@ -136,9 +119,7 @@ def work(history: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
         return sum(values) / len(values) if values else None
 
     rows: list[dict[str, Any]] = [
-        {"metric": metric, "label": label, "unit": unit, "value": value, "meaning": meaning}
-        for metric, label, unit, meaning in WORK
-        if (value := mean_of(metric)) is not None
+        {**described(metric), "value": value} for metric in WORK if (value := mean_of(metric)) is not None
     ]
     names = sorted({name for line in history[-RECENT:] for name in line if name.startswith("time/")})
     phases = {name: mean_of(name) or 0.0 for name in names if not name.startswith(WITHIN)}
