@@ -32,7 +32,8 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     It is `base_model`, but for a few families whose `base_model_prefix` names no attribute: there it is the part that holds the
     embedding.  In Llama 4 it is a language model with the head inside.
     """
-    found, embedding = model.base_model, model.get_input_embeddings()
+    found: Any = model.base_model
+    embedding = model.get_input_embeddings()
     if found is model and model.get_output_embeddings() is not None:
         parts = (part for part in model.children() if isinstance(part, PreTrainedModel))
         found = next((part for part in parts if part.get_input_embeddings() is embedding), model)
