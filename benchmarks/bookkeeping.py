@@ -39,7 +39,7 @@ QUESTION = [{"role": "user", "content": "What is six times seven?"}]
 
 def tokenizer_of() -> Any:
     """Byte pairs of the documentation, with the marks and the template of a chat."""
-    tokenizer = bpe_tokenizer([page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))], 8192)
+    tokenizer = bpe_tokenizer([page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))], 4096)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.chat_template = TEMPLATE
     return tokenizer

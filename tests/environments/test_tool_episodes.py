@@ -83,7 +83,7 @@ def test_trap_11_a_tool_that_never_returns_lets_the_others_finish(table: Callabl
         at.say(quick, "7")
         assert quick.close(Finish.EOS).turns[0].calls[0].result == "7"
     assert not waiting.done()
-    waiting.result()
+    at.hear(slow, waiting)
     at.say(slow, call("die") + call("add", a=1, b=1))
     hung, died = slow.close(Finish.LENGTH).turns
     assert [(one.failure, one.result) for one in hung.calls] == [
@@ -400,7 +400,7 @@ def test_trap_15_no_episode_sees_anothers_state(table: Callable[..., Any], runs:
         for turn in range(3):
             places = list(range(24)) if order is None else random.Random(turn).sample(range(24), 24)
             futures = {place: at.later(talks[place][0], str(turn)) for place in places}
-            replies = {place: futures[place].result() for place in (places if order is None else reversed(places))}
+            replies = {place: at.hear(talks[place][0], futures[place]) for place in (places if order is None else reversed(places))}
             said.append([replies[place].tokens.tolist() for place in range(24)])
         opened = [reply.context.tolist() for _, reply in talks]
         return [opened, said, [talk.close(Finish.LENGTH).messages for talk, _ in talks]]

@@ -70,7 +70,7 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
             raise CheckpointError(f"{folder} holds no {name} of shape {tuple(tensor.shape)}: it is of another model")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads for itself
-        load(dict(into), storage_reader=_Reader(folder), no_dist=True)
+        load(dict(into), storage_reader=_TensorReader(folder), no_dist=True)
 
 
 def index(folder: Path) -> Metadata:
@@ -92,7 +92,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(FileSystemReader):
+class _TensorReader(FileSystemReader):
     """torch's reader, with that unpickler."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:

@@ -177,7 +177,7 @@ class _TurnRequest:
 
 
 @dataclass(slots=True, eq=False)
-class _Drawn:
+class _DrawnTurn:
     """A turn that was drawn, beside its record in the stream."""
 
     at: float
@@ -203,7 +203,7 @@ class HarnessEpisode:
         """What the engine waits for."""
         self._waiting: deque[_TurnRequest] = deque()
         self._drawing: _TurnRequest | None = None
-        self._drawn: list[_Drawn] = []
+        self._drawn: list[_DrawnTurn] = []
         """One of each turn of the stream."""
         self._messages: tuple[Mapping[str, Any], ...] = ()
         self._over: Finish | None = None
@@ -232,7 +232,7 @@ class HarnessEpisode:
         with self._lock:
             stream, turn = self.stream, self.stream.turns[-1]
             request, self._drawing = self._drawing, None
-            self._drawn.append(_Drawn(time.monotonic(), "" if request is None else request.sampling.session))
+            self._drawn.append(_DrawnTurn(time.monotonic(), "" if request is None else request.sampling.session))
             if not self._waiting:
                 self._since = time.monotonic()
             tokens, logp = stream.tokens[turn.begin : turn.end], stream.logp[turn.begin : turn.end]

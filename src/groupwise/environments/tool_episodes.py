@@ -146,8 +146,8 @@ class ToolEpisode:
         self._turns = world.turns_of(kind, stream.prompt.row)
         self._written: Messages = []
         """The whole conversation, with marks around what is encoded as text."""
-        self._thinking = opens_thinking(stream.prompt.text)
-        """The next turn begins inside a think block."""
+        self._text = stream.prompt.text
+        """Of what the next turn is drawn behind: all of it where the past is split, else its end."""
         self._messages: list[Mapping[str, Any]] = []
         """Those behind the prompt."""
         self._end: EnvironmentEnd | None = None
@@ -213,21 +213,25 @@ class ToolEpisode:
         (observation,), _ = self._cut([observation])
         self._written = _appended(content, observation, template)
         continued = self._written[-1]["role"] == "assistant"
-        context, text = self._rendered(add_generation_prompt=not continued, continue_final_message=continued)
-        self._thinking = opens_thinking(text)
+        text = self._rendered(add_generation_prompt=not continued, continue_final_message=continued)
+        context, self._text = self._encoded(text), unmarked(text)
         if self._prompt.cut:
             context = cut_left(context, self._prompt.tokens.size, template.bos_id)
         return Reply(NOTHING, context=None if np.array_equal(context, self._prompt.tokens) else context)
 
-    def _rendered(self, **options: bool) -> tuple[np.ndarray, str]:
-        """Ids and text of the whole conversation as the template writes it.  Raises DataError where it refuses."""
-        turns, template = self._turns, self._world.template
+    def _rendered(self, **options: bool) -> str:
+        """The whole conversation as the template writes it, with marks around what is text.  Raises DataError where it refuses."""
+        turns = self._turns
         chat = Chat(self._written, "the conversation", tools=turns.tools, variables=turns.variables, **options)
         with self._world.text_lock:
-            ((_, text),) = template.shown([chat])
-            if isinstance(text, Refusal):
-                raise DataError(str(text))
-            return template.encode([text], plain=[False])[0], unmarked(text)
+            ((_, text),) = self._world.template.shown([chat])
+        if isinstance(text, Refusal):
+            raise DataError(str(text))
+        return text
+
+    def _encoded(self, text: str) -> np.ndarray:
+        with self._world.text_lock:
+            return self._world.template.encode([text], plain=[False])[0]
 
     def _answer(self) -> Reply:
         began, turn = time.monotonic(), self._stream.turns[-1]
@@ -288,28 +292,31 @@ class ToolEpisode:
         turn, tokens = self._stream.turns[-1], self._stream.tokens
         with self._world.text_lock:
             suffix = self._turns.after(tokens[-1] if turn.end > turn.begin else -1, answers)
-        self._thinking = opens_thinking(suffix.text)
-        context = None if self._world.settings.past == "keep" else self._rewritten(suffix.tokens)
+        if self._world.settings.past == "keep":
+            self._text = suffix.text
+            return Reply(suffix.tokens)
+        ids = self._stream.ids()[turn.begin - turn.end - 1 :]  # some tokenizers begin a text otherwise than they go on
+        self._text += self._decoded(ids).removeprefix(self._decoded(ids[:1])) + suffix.text
+        context = self._rewritten()
         return Reply(suffix.tokens) if context is None else Reply(NOTHING, context=context)
 
-    def _rewritten(self, suffix: np.ndarray) -> np.ndarray | None:
-        """The whole conversation as the template writes it; None where that is the stream with the suffix, or it refuses."""
+    def _rewritten(self) -> np.ndarray | None:
+        """The whole conversation as the template writes it; None where that is the text of the stream, or it refuses."""
         try:
-            ids, text = self._rendered(add_generation_prompt=True)
+            text = self._rendered(add_generation_prompt=True)
         except DataError as refused:  # a result without a call that can be read: there is no inference to be like
             log.debug("%s: kept as it was sampled: %s", self._prompt.id, refused)
             return None
-        if self._prompt.cut:
-            ids = cut_left(ids, max(1, ids.size - self._prompt.cut), self._world.template.bos_id)
-        with self._world.text_lock:
-            same = self._decoded(ids) == self._decoded(np.concatenate([self._stream.ids(), suffix]))
-        if same:
+        if unmarked(text) == self._text:
             return None
-        self._thinking = opens_thinking(text)
-        return ids
+        ids, self._text = self._encoded(text), unmarked(text)
+        return cut_left(ids, max(1, ids.size - self._prompt.cut), self._world.template.bos_id) if self._prompt.cut else ids
 
-    def _decoded(self, ids: np.ndarray) -> str:
-        return str(self._world.template.tokenizer.decode(ids, skip_special_tokens=False))
+    def _decoded(self, tokens: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
+        """Text of ids.  special: with that of special tokens."""
+        with self._world.text_lock:
+            ids = np.array(tokens, np.int64)  # a list is looked through twice
+            return str(self._world.template.tokenizer.decode(ids, skip_special_tokens=not special))
 
     def _over(self, finish: Finish, why: str = "") -> Reply:
         """The episode ends: its environment is asked for its reward, and closed.   why: it has failed, and cannot be asked."""
@@ -337,14 +344,14 @@ class ToolEpisode:
 
     def _parsed(self, tokens: list[int], finish: Finish) -> ParsedTurn:
         """The turn taken apart."""
-        tokenizer, form = self._world.template.tokenizer, self._world.form if self._kind.schemas else None
-        body = np.array(tokens if form == "channels" or finish is not Finish.EOS else tokens[:-1], np.int64)
+        form, thinking = self._world.form if self._kind.schemas else None, opens_thinking(self._text)
+        body = tokens if form == "channels" or finish is not Finish.EOS else tokens[:-1]
+        text = self._decoded(body, special=form is not None)
         if form is None:
-            reasoning, content = split_thinking(str(tokenizer.decode(body, skip_special_tokens=True)), self._thinking)
+            reasoning, content = split_thinking(text, thinking)
             content = content.strip("\n") if reasoning is not None else content
             return ParsedTurn(content, reasoning, (), content)
-        text = str(tokenizer.decode(body, skip_special_tokens=False))
-        return read_turn(text, form, thinking=self._thinking, tools=self._kind.schemas)
+        return read_turn(text, form, thinking=thinking, tools=self._kind.schemas)
 
     def _carry_out(self, calls: Sequence[ParsedCall | BrokenCall]) -> tuple[list[ToolResult], Finish | None]:
         """The result of each call, in their order, and why the episode cannot continue, if it cannot."""

@@ -173,7 +173,7 @@ class TransformersEngine(InProcess):
                     **({"output_router_logits": False} if router_coefficient(policy) else {}),
                     **({} if cache is None else {"past_key_values": cache}),
                     generation_config=_explicit(sampling, max(limits), policy.pad_id),
-                    logits_processor=LogitsProcessorList([_Vocabulary(policy.vocabulary), *_warpers(sampling), drawn.watch]),
+                    logits_processor=LogitsProcessorList([_KnownTokens(policy.vocabulary), *_warpers(sampling), drawn.watch]),
                     stopping_criteria=StoppingCriteriaList([drawn]),
                 )
         finally:
@@ -265,7 +265,7 @@ def _explicit(sampling: Sampling, most: int, pad_id: int) -> GenerationConfig:
     )
 
 
-class _Vocabulary(LogitsProcessor):
+class _KnownTokens(LogitsProcessor):
     """Rules out ids that belong to no token."""
 
     def __init__(self, size: int) -> None:
