@@ -256,7 +256,7 @@ def test_the_plan_counts_what_is_trained(recipe: Callable[..., Any]) -> None:
         ("model.lora={rnk: 4}", r"unknown key 'model.lora.rnk' .did you mean model.lora.rank"),
         ("model.lora={rank: 0}", "model.lora.rank must be a whole number at least 1; got 0"),
         ("model.lora={alpha: big}", "model.lora.alpha must be a number greater than 0; got 'big'"),
-        ("model.lora={targets: []}", "model.lora.targets must be text, not empty or a list"),
+        ("model.lora={targets: []}", "model.lora.targets must be non-empty text or a non-empty list"),
         ("group.reference_refresh=2", "cannot move: leave group.reference_refresh out"),
     ],
 )

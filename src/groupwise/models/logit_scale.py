@@ -32,12 +32,13 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     It is `base_model`, but for a few families whose `base_model_prefix` names no attribute: there it is the part that holds the
     embedding.  In Llama 4 it is a language model with the head inside.
     """
-    found: Any = model.base_model
-    embedding = model.get_input_embeddings()
-    if found is model and model.get_output_embeddings() is not None:
+    backbone: Any = model.base_model
+    if backbone is model and model.get_output_embeddings() is not None:
+        embedding = model.get_input_embeddings()
         parts = (part for part in model.children() if isinstance(part, PreTrainedModel))
-        found = next((part for part in parts if part.get_input_embeddings() is embedding), model)
-    return found if found is model or found.get_output_embeddings() is None else backbone_of(found)
+        backbone = next((part for part in parts if part.get_input_embeddings() is embedding), model)
+    has_head = isinstance(backbone, PreTrainedModel) and backbone is not model and backbone.get_output_embeddings() is not None
+    return backbone_of(backbone) if has_head else backbone
 
 
 def forms(config: Any) -> list[Form]:
