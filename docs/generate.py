@@ -294,6 +294,7 @@ processor seconds:
 |---|---|---|---|
 | 32 tokens | 3.8 | 5.5 | 8.0 |
 | 128 tokens | 4.4 | 10.3 | 13.0 |
+| 512 tokens | 8.3 | 34.4 | 35.1 |
 
 ## Checkpoints that read images
 
