@@ -323,6 +323,17 @@ def test_mismatch_against_a_loop(random_terms, level, mode):
     assert (0.0 if mode == "mask" else 2.0) in expected
 
 
+def test_a_divergence_counts_by_how_likely_a_token_was_drawn(random_terms):
+    """Also where another engine drew it: ratios are then taken to other log-probs than the sampler's."""
+    terms = random_terms((3, 2), seed=3)
+    sampler_M = terms.behavior_logp_M - 0.5
+    elsewhere = replace(terms, sampler_logp_M=sampler_M, divergence=lambda function: torch.ones_like(terms.logp_M))
+    counted = losses.TeacherDivergence(importance=True)
+    torch.testing.assert_close(counted(elsewhere), (terms.logp_M - sampler_M).exp().detach())
+    here = replace(elsewhere, sampler_logp_M=None)
+    torch.testing.assert_close(counted(here), (terms.logp_M - terms.behavior_logp_M).exp().detach())
+
+
 # ---- entropy, pairs -------------------------------------------------------------------------------------------------------------
 
 

@@ -283,7 +283,8 @@ class ValueLoss(Term):
 class TeacherDivergence(Term):
     """The divergence of the policy's next token from a teacher's, over the whole vocabulary.
 
-    With `importance` a token counts by `sg[exp(l - b)]`: how likely the policy finds it, over how likely it was drawn.
+    With `importance` a token counts by `sg[exp(l - b)]`: how likely the policy finds it, over how likely it was drawn.  b is the
+    sampler's own log-prob.
     """
 
     function: Callable[..., Any] = Jsd()  # noqa: RUF009 - frozen
@@ -295,7 +296,8 @@ class TeacherDivergence(Term):
         loss_M = terms.divergence(self.function)
         if not self.importance:
             return loss_M
-        importance_M = guarded_exp(terms.logp_M.detach() - terms.behavior_logp_M)
+        sampler_M = terms.behavior_logp_M if terms.sampler_logp_M is None else terms.sampler_logp_M
+        importance_M = guarded_exp(terms.logp_M.detach() - sampler_M)
         return loss_M * (importance_M if terms.sampled_M is None else importance_M.where(terms.sampled_M, 1.0))
 
 

@@ -196,5 +196,5 @@ def with_demonstrations(algorithm: Algorithm, samples: Sequence[Sample], shown: 
 
 
 def _with_columns(sample: Sample, numbers: Mapping[str, float]) -> Sample:
-    columns = {name: np.full(sample.weight.size, number) for name, number in numbers.items()}
-    return replace(sample, extra=columns | dict(sample.extra))
+    """The sample with these columns and no others: its own numbers, or one for all tokens."""
+    return replace(sample, extra={name: sample.extra.get(name, np.full(sample.weight.size, n)) for name, n in numbers.items()})
