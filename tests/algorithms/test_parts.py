@@ -199,6 +199,25 @@ CREDIT, PART = Credit(), functools.partial(f, shift=0.5)
         resolved(text, credit={"name": "my_parts:PART", "scale": "much"})
 
 
+def test_a_part_may_be_any_class(resolved: Callable, scored) -> None:
+    text = """
+class Power:
+    def __init__(self, power):
+        self.power = power
+    def __call__(self, groups):
+        return [[r ** self.power for r in group.reward] for group in groups]
+"""
+    made = resolved(text, credit={"name": "my_parts.py:Power", "power": 2})
+    assert [one.tolist() for one in made.advantages([scored([3.0, 1.0])])[0]] == [[9.0, 9.0], [1.0, 1.0]]
+    with pytest.raises(ConfigError, match=r"group\.credit: Power needs a value for power"):
+        resolved(text, credit="my_parts.py:Power")
+
+
+def test_an_option_that_follows_from_a_setting_may_be_null() -> None:
+    settings = GroupSettings(group_size=2, weights={"name": "constant", "length": None})
+    assert describe(resolve("grpo", settings, 8).weights) == "constant(length=8)"
+
+
 def test_every_part_of_the_table_can_be_called_as_its_kind_is() -> None:
     for name in ALGORITHMS:
         resolve(name, GroupSettings(), 8)

@@ -6,16 +6,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import GroupSettings
+from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.runs.run import train
+from groupwise.training.loss import Loss
+from groupwise.training.samples import weigh
 
 OUTSIDE = '''
 from dataclasses import dataclass, replace
@@ -133,6 +140,24 @@ def test_a_term_with_a_teacher_is_added_to_the_loss(steps: Callable) -> None:
     assert "teacher/kl" in first.metrics
     assert abs(first.metrics["loss"]) < 1e-6, "the surrogate's is about 0 too"
     assert second.metrics["loss"] > 10 * abs(first.metrics["loss"])
+
+
+def test_a_term_reads_the_rewards_of_steps(tiny_policy: Callable, scored_group: Callable) -> None:
+    def of_steps(terms: Terms) -> torch.Tensor:
+        return terms.signals["process"].nan_to_num() * terms.logp_M
+
+    of_steps.reads = ("process",)
+    algorithm = replace(ALGORITHMS["grpo"], extra=(of_steps,))
+    assert algorithm.needs_steps
+    group = scored_group([1.0, 1.0], [3, 2])
+    process = (np.array([np.nan, 1.0, 2.0]), np.array([0.5, np.nan]))
+    nothing = [[np.zeros(3), np.zeros(2)]]
+    samples = weigh([replace(group, signals={"process": process})], nothing, algorithm)
+    (batch,) = pack(samples, 100)
+    value, seen_M2 = Loss(algorithm=algorithm)(tiny_policy(), batch)
+    rows_M = batch.trained_M
+    expected = batch.weight_P[rows_M] * torch.tensor([0.0, 1.0, 2.0, 0.5, 0.0]) * seen_M2[:, 0]
+    torch.testing.assert_close(value, expected.sum())
 
 
 def test_a_term_with_a_value_trains_the_critic(steps: Callable) -> None:

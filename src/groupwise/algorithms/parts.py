@@ -139,10 +139,12 @@ def options(part: Callable[..., Any]) -> dict[str, Any]:
 
 
 def parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """What a recipe may set of a part: a dataclass's fields; a function's keyword-only parameters, and those with a default."""
+    """What a recipe may set of a part: a class's parameters, an object's fields if its class is a dataclass; a function's
+    keyword-only parameters, and those with a default."""
+    if isinstance(part, type):
+        return dict(_signature(part))
     if is_dataclass(part):
-        fields = _signature(part if isinstance(part, type) else type(part))
-        return dict(fields) if isinstance(part, type) else {n: p.replace(default=getattr(part, n)) for n, p in fields.items()}
+        return {n: p.replace(default=getattr(part, n)) for n, p in _signature(type(part)).items()}
     named = inspect.signature(part).parameters
     return {
         n: p for n, p in named.items() if p.kind is p.KEYWORD_ONLY or (p.default is not p.empty and p.kind is not p.VAR_KEYWORD)
@@ -151,8 +153,9 @@ def parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 @cache
 def _signature(kind: type) -> Mapping[str, inspect.Parameter]:
-    """The fields of a dataclass as parameters."""
-    return inspect.signature(kind).parameters
+    """The parameters that a class is made with; of a dataclass its fields."""
+    named = inspect.signature(kind).parameters
+    return {n: p for n, p in named.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def hints(part: Callable[..., Any]) -> Mapping[str, Any]:

@@ -170,7 +170,7 @@ def chosen(kind: str, setting: Part | None, preset: Callable | None, supplied: M
     part, keywords = _named(kind, setting, preset)
     known, typed = parameters(part), hints(part)
     values = {name: TypeAdapter(typed[name]).validate_python(one) if name in typed else one for name, one in keywords.items()}
-    values |= {name: one for name, one in (supplied or {}).items() if name not in values and _is_default(part, name)}
+    values |= {name: one for name, one in (supplied or {}).items() if values.get(name) is None and _is_default(part, name)}
     if lacking := [name for name, one in known.items() if one.default is one.empty and name not in values]:
         raise refused(kind, f"group.{kind}: {name_of(part)} needs a value for {', '.join(lacking)}")
     return with_options(part, values)

@@ -13,7 +13,7 @@ from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.records import Finish, Rollout, Sample, Scored
 
-SIGNALS = ("scored_logp", "value", "return", "teacher_logp")
+SIGNALS = ("scored_logp", "value", "return", "teacher_logp", "process")
 """Signals of completions that a loss may read, beside the reference's."""
 WEIGHT, POLICY = "weight/", "policy"
 """Where demonstrations are mixed in, each term of the loss has a column of weights: `WEIGHT` and its name, or `POLICY` for the
