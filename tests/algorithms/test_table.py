@@ -15,7 +15,7 @@ from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import describe, fact, options
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
-from groupwise.config.settings import GroupSettings
+from groupwise.config.settings import CriticSettings, GroupSettings
 from groupwise.errors import ConfigError
 
 
@@ -294,6 +294,13 @@ def test_a_preset_resolves_to_its_row(name):
         assert options(chosen.weights) == {"length": 256}
     assert not chosen.needs_reference
     assert not chosen.needs_entropy
+
+
+def test_the_value_loss_is_a_recipe_s_also_where_nobody_names_a_critic():
+    for objective, credit in (("ppo", None), ("grpo", "gae")):
+        group = GroupSettings(credit=credit)
+        assert resolve(objective, group, 8) == resolve(objective, group, 8, CriticSettings())
+    assert resolve("ppo", GroupSettings(), 8, CriticSettings(clip=None, coefficient=0.5)).extra[0] == losses.ValueLoss(None, 0.5)
 
 
 def test_a_recipe_replaces_single_parts():

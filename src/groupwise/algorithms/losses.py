@@ -264,11 +264,11 @@ class Silent(Surrogate):
 class ValueLoss(Term):
     """`0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`: what a critic learns (`clipped_value`).
 
-    R is NaN where nothing is to be learnt.
+    R is NaN where nothing is to be learnt.  `resolve` sets both options to those of a recipe's `critic`.
     """
 
     clip: MaybeNotNegative = 0.2
-    coefficient: NotNegative = 1.0
+    coefficient: NotNegative = 0.1
     reads = ("value",)
 
     def __call__(self, terms: Terms) -> Tensor:

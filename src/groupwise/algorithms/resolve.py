@@ -41,7 +41,8 @@ SETTINGS = {"beta", "kl"}
 def resolve(objective: str, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None) -> Algorithm:
     """The algorithm that a recipe asks for: the row `objective` with the parts and numbers that `group` replaces.
 
-    max_new_tokens: the longest completion, for weights that divide by it.   critic: the numbers of the value loss.
+    max_new_tokens: the longest completion, for weights that divide by it.
+    critic: the critic's settings, whose `clip` and `coefficient` are the value loss's.
     Raises ConfigError for an unknown name, part or option, a value out of range, and what cannot work together.
 
     >>> from groupwise.config.settings import GroupSettings

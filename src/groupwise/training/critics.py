@@ -38,6 +38,7 @@ class Critic:
     optimizer: Optimizer
     """Of the critic's own parameters: its head, and a backbone of its own."""
     settings: CriticSettings
+    """The algorithm has its `clip` and `coefficient` too, in its value loss: give `resolve` the same settings."""
     shared: bool
     """True if it reads the policy's own hidden states."""
 

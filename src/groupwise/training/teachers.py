@@ -27,6 +27,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
+from groupwise.models.recurrence import PLACE
 from groupwise.ops.distillation import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
 from groupwise.rollout.vllm.scoring import ScoringServers
@@ -144,7 +145,8 @@ class Teacher:
 
     def _fused(self) -> Any:
         model = self.policy.model
-        busy = any("forward" in vars(module) for module in model.modules())  # it is the policy, which is being trained
+        # Then it is the policy, which is being trained; recurrent layers always have a `forward` of their own.
+        busy = any("forward" in vars(module) and not hasattr(module, PLACE) for module in model.modules())
         return nullcontext() if busy else fused_modules(model, keep=not self.policy.sharded)
 
     def divergence(
