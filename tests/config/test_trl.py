@@ -255,6 +255,23 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize(
+    ("adapter", "rank", "alpha", "missing"),
+    [
+        ("LoraConfig()", 8, 8, []),
+        ("LoraConfig(r=16, bias='none', task_type='CAUSAL_LM')", 16, 8, []),
+        ("LoraConfig(r=16, lora_alpha=64, use_dora=True)", 16, 64, ["peft_config.use_dora"]),
+        ("FastLanguageModel.get_peft_model(model, lora_alpha=4)", 16, 4, []),
+    ],
+)
+def test_an_adapter_has_the_defaults_of_the_call_that_describes_it(adapter: str, rank: int, alpha: int, missing: list[str]) -> None:
+    text = script(f"lora = {adapter}", "reward_funcs=[], train_dataset='rows.jsonl', peft_config=lora")
+    imported = read(text, "adapter.py")
+    assert imported.keys["model.lora"] == {"rank": rank, "alpha": alpha, "targets": "all-linear"}
+    assert [line.name for line in imported.lines if line.fate == "missing"] == missing
+    assert imported.keys["data.path"] == "rows.jsonl"
+
+
 @pytest.mark.parametrize("name", ["accuracy_reward", "format_reward", "tag_count", "accuracy", "number", "exact", "regex", "model"])
 @pytest.mark.parametrize("kind", ["def {}(completions, **_): return [0.0]", "async def {}(completions): ...", "class {}: ..."])
 def test_a_function_of_the_scripts_is_its_own_whatever_it_is_called(name: str, kind: str) -> None:

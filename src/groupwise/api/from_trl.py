@@ -19,7 +19,7 @@ from groupwise.api.train import Training, train
 from groupwise.config.import_trl import Imported, translated
 from groupwise.config.trl import TABLE
 from groupwise.config.trl_arguments import KINDS, Configuration, Line, RewardModel
-from groupwise.config.trl_scripts import LORA
+from groupwise.config.trl_scripts import ADAPTER_HAS, LORA, NO_MATTER
 from groupwise.errors import ConfigError
 from groupwise.utils.terminal import logger
 
@@ -114,17 +114,13 @@ class _Rows:
 def _adapter(config: Any, lines: list[Line]) -> dict[str, Any]:
     """The arguments of a LoraConfig under the names of TRL's ModelConfig; adds lines for those that there are none for."""
     values = _values(config)
-    adapter = {"use_peft": True} | {ours: values[name] for name, ours in LORA.items() if values.get(name) is not None}
+    adapter = {"use_peft": True} | {ours: values[name] for name, ours in LORA.items() if values.get(name) not in (None, False)}
     if isinstance(targets := adapter.get("lora_target_modules"), set):
         adapter["lora_target_modules"] = sorted(targets)
     for name, value in _changed(config).items():
         if name not in LORA and name not in NO_MATTER:
-            lines.append(Line(f"peft_config.{name}", str(value), "missing", "an adapter has rank, alpha and targets"))
+            lines.append(Line(f"peft_config.{name}", str(value), "missing", ADAPTER_HAS))
     return adapter
-
-
-NO_MATTER = ("task_type", "peft_type", "inference_mode", "peft_version", "base_model_name_or_path", "auto_mapping")
-"""Of a LoraConfig: what does not change what is trained."""
 
 
 def _values(config: Any) -> dict[str, Any]:

@@ -19,11 +19,15 @@ from groupwise.errors import ConfigError
 
 OPEN = "**"
 """The name of a line for arguments that are not even known by name."""
-ADAPTERS = ("LoraConfig", "get_peft_model")
-"""What describes an adapter: peft's configuration, or unsloth's function with the same keywords."""
+ADAPTERS = {"LoraConfig": {"lora_r": 8, "lora_alpha": 8}, "get_peft_model": {"lora_r": 16, "lora_alpha": 16}}
+"""What describes an adapter, peft's configuration or unsloth's function with the same keywords, with its defaults."""
 LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
         "use_rslora": "use_rslora"}  # fmt: skip
 """Arguments of peft's LoraConfig, as TRL's ModelConfig calls them."""
+NO_MATTER = ("task_type", "peft_type", "inference_mode", "peft_version", "base_model_name_or_path", "auto_mapping")
+"""Of a LoraConfig: what does not change what is trained."""
+ADAPTER_HAS = "an adapter has rank, alpha and targets"
+"""What becomes of its other arguments."""
 OBJECTS = ("reward_funcs", "tools", "environment_factory")
 """Arguments that hold functions and classes."""
 ORDER = {
@@ -113,10 +117,7 @@ class _Script:
             if called(other) == trainer:
                 self._trainer(name, other)
             elif called(other) in ADAPTERS:
-                self.known.setdefault("use_peft", True)
-                for keyword in other.keywords:
-                    if keyword.arg in LORA:
-                        self.read(LORA[keyword.arg], keyword.value)
+                self._adapter(other)
             elif isinstance(other.func, ast.Attribute) and self._is(other.func.value, trainer):
                 values = ", ".join(map(ast.unparse, (*other.args, *(keyword.value for keyword in other.keywords))))
                 if called(other) != "train" or values:
@@ -130,6 +131,21 @@ class _Script:
             self.known[name] = value
         else:
             self.lines.append(Line(name, ast.unparse(node), None, "an expression: say it in the recipe"))
+
+    def _adapter(self, call: ast.Call) -> None:
+        """Adds what a call that describes an adapter says, and its defaults for the rest."""
+        self.known.setdefault("use_peft", True)
+        described = {keyword.arg or OPEN: keyword.value for keyword in call.keywords}
+        if called(call) == "get_peft_model" and not described.keys() & LORA.keys():
+            return  # peft's function of that name takes a LoraConfig
+        for name, node in described.items():
+            if name in LORA:
+                self.read(LORA[name], node)
+            elif called(call) == "LoraConfig" and name not in NO_MATTER and self.value(node) not in (None, False, "none", [], {}):
+                self.lines.append(Line(f"peft_config.{name}", ast.unparse(node), "missing", ADAPTER_HAS))
+        if OPEN not in described:
+            said = {LORA.get(name) for name in described}
+            self.known |= {name: value for name, value in ADAPTERS[called(call)].items() if name not in said}
 
     def _line(self, name: str, value: str, table: Mapping[str, Any], row: str, unknown: str) -> None:
         self.lines.append(Line(name, value, table[row].fate, table[row].says) if row in table else Line(name, value, None, unknown))
@@ -177,7 +193,7 @@ class _Script:
         split, inner = None, self.followed(node)
         if isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant):
             split, inner = str(inner.slice.value), self.followed(inner.value)
-        path: Any = UNKNOWN
+        path: Any = inner.value if isinstance(inner, ast.Constant) and isinstance(inner.value, str) else UNKNOWN
         if isinstance(inner, ast.Call) and called(inner) == "load_dataset" and inner.args:
             keywords = {one.arg: self.value(one.value) for one in inner.keywords}
             path, split = self.value(inner.args[0]), keywords.get("split", split)
