@@ -71,8 +71,9 @@ def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[st
     if not root.values and problems:
         _refuse(name, problems)
     documents = stage_documents(root, read_overrides(overrides, problems), problems)
+    readable = len(problems)
     recipes = {stage: _valid(document, problems) for stage, document in documents.items()}
-    if problems:
+    if len(problems) > readable:
         _refuse(name, problems)
     staged, earlier = "stages" in root.values, []
     for stage, recipe in recipes.items():
@@ -109,8 +110,9 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
             stages = ", ".join(document.values["stages"] or ()) if isinstance(document.values["stages"], dict | None) else ""
             raise ConfigError(f"{name} holds the stages {stages}: load_stages gives them one by one, each a recipe")
     document = overlaid(in_full(document), in_full(Document(_lists(keys))))
+    readable = len(problems)
     recipe = _valid(document, problems)
-    problems += [] if problems else _broken_rules(recipe, document, earlier)
+    problems += [] if len(problems) > readable else _broken_rules(recipe, document, earlier)
     if problems:
         _refuse(name, problems)
     return _with_objects(recipe, {text: text for _, text in _placed("", document.values) if isinstance(text, Live)})
