@@ -65,6 +65,14 @@ def test_a_credit_of_ones_own_declares_what_it_needs() -> None:
     assert (plain.needs, plain.needs_reward, plain.needs_steps) == ([False, False, False], True, False)
 
 
+def test_a_part_that_reads_one_signal_may_name_it_without_a_tuple() -> None:
+    def term(terms: losses.Terms) -> torch.Tensor:
+        return terms.logp_M - terms.signals["teacher_logp"]
+
+    term.reads = "teacher_logp"
+    assert with_parts(extra=(term,)).reads_teacher
+
+
 def test_a_credit_that_does_not_whiten_needs_no_such_option(scored) -> None:
     group = scored([1.0, 0.0])
     group.signals["value"] = tuple(np.full(2, 0.25) for _ in range(2))

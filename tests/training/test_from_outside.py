@@ -82,6 +82,7 @@ absolute.reads = ("value",)
 MINE = replace(ALGORITHMS["grpo"], name="mine", credit=Signed(), surrogate=Banded(), ratio=halved, weights=per_prompt)
 TAUGHT = replace(ALGORITHMS["grpo"], name="taught", extra=(near_teacher,))
 VALUED = replace(ALGORITHMS["ppo"], name="valued", extra=(absolute,))
+DISTILLED = replace(ALGORITHMS["distill"], name="distilled")
 '''
 JUDGE = "def judge(completions, **_):\n    return [float(len(text) % 3) for text in completions]\n"
 
@@ -140,6 +141,23 @@ def test_a_term_with_a_teacher_is_added_to_the_loss(steps: Callable) -> None:
     assert "teacher/kl" in first.metrics
     assert abs(first.metrics["loss"]) < 1e-6, "the surrogate's is about 0 too"
     assert second.metrics["loss"] > 10 * abs(first.metrics["loss"])
+
+
+def test_a_row_s_terms_are_fed_whatever_the_credit(steps: Callable) -> None:
+    taught, valued = (
+        steps("TAUGHT", teacher={"ema": 0.5}, group={"credit": "centered"}),
+        steps("VALUED", critic={"lr": 0.1}, group={"credit": "centered"}),
+    )
+    assert "teacher/kl" in taught[0].metrics
+    assert "value/mean" in valued[0].metrics
+
+
+def test_a_row_that_reads_whole_distributions_is_refused_where_servers_teach(steps: Callable) -> None:
+    """They would be the policy's own, from which nothing is learnt."""
+    with pytest.raises(
+        ConfigError, match=r"teacher\.servers tell the log-probs of tokens that were drawn, not whole distributions"
+    ):
+        steps("DISTILLED", teacher={"servers": ["http://127.0.0.1:1"]})
 
 
 def test_a_term_reads_the_rewards_of_steps(tiny_policy: Callable, scored_group: Callable) -> None:

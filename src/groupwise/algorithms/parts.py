@@ -112,7 +112,8 @@ def fact(part: Callable[..., Any], name: str) -> Any:
     >>> fact(partial(surrogate, width=2.0), "per_token"), fact(surrogate, "reads_logp")
     (True, True)
     """
-    return getattr(bare(part), name, getattr(Part, name))
+    value = getattr(bare(part), name, getattr(Part, name))
+    return (value,) if name == "reads" and isinstance(value, str) else value
 
 
 def bare(part: Callable[..., Any]) -> Callable[..., Any]:

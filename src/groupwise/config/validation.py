@@ -455,7 +455,7 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 
 def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     critic = recipe.critic
-    valued = is_online(recipe.objective) and (_own(recipe) or _algorithm(recipe).needs_value)
+    valued = is_online(recipe.objective) and (_may_read(recipe) or _algorithm(recipe).needs_value)
     if not valued:
         if critic != CriticSettings():
             yield (
@@ -493,7 +493,7 @@ def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     teacher = recipe.teacher
-    own = _own(recipe)
+    own = _may_read(recipe)
     if not is_online(recipe.objective) or not (own or _algorithm(recipe).needs_teacher):
         if teacher != TeacherSettings():
             yield (
@@ -535,15 +535,21 @@ def _served(recipe: Recipe) -> Iterator[Finding]:
         message = "teacher.servers is instead of a checkpoint (teacher.path) or the policy itself (teacher.ema): name one of them"
         yield ("teacher.servers", "teacher.path", "teacher.ema"), message
     algorithm = _algorithm(recipe)
-    if algorithm.divergence is not None or algorithm.mix:
-        message = (
-            "teacher.servers tell the log-probs of tokens that were drawn, not whole distributions: take objective "
-            "distill_sampled, or a checkpoint (teacher.path)"
-        )
+    if message := beyond_servers(algorithm):
         yield ("teacher.servers", "objective", "group.divergence", "group.mix"), message
     if rollout.temperature != 1.0 or rollout.top_k or rollout.top_p < 1 or rollout.min_p:
         message = "teacher.servers score at temperature 1 over the whole vocabulary: leave temperature, top_k, top_p and min_p out"
         yield ("teacher.servers", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"), message
+
+
+def beyond_servers(algorithm: Algorithm) -> str | None:
+    """Why a teacher on servers cannot teach an algorithm, or None."""
+    if "teacher" not in algorithm.reads and not algorithm.mix:
+        return None
+    return (
+        "teacher.servers tell the log-probs of tokens that were drawn, not whole distributions: take objective distill_sampled, "
+        "or a checkpoint (teacher.path)"
+    )
 
 
 def _has_wrong_port(url: str) -> bool:
@@ -615,8 +621,13 @@ def _known(recipe: Recipe) -> GroupSettings:
 
 
 def _own(recipe: Recipe) -> bool:
-    """True if the credit, which decides what is read, is somebody's own."""
+    """True if the credit is somebody's own."""
     return _named(recipe, "credit") is not None or (":" in recipe.objective and recipe.group.credit is None)
+
+
+def _may_read(recipe: Recipe) -> bool:
+    """True if somebody's own credit, or a term of somebody's own row, may read what a critic or a teacher gives."""
+    return _named(recipe, "credit") is not None or ":" in recipe.objective
 
 
 def _named(recipe: Recipe, kind: str) -> str | None:

@@ -29,7 +29,7 @@ from groupwise.config.settings import (
     is_online,
     positions_of,
 )
-from groupwise.config.validation import STAGE
+from groupwise.config.validation import STAGE, beyond_servers
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.prompts import columns_of, prompt_limit
 from groupwise.data.sources import read_rows
@@ -231,6 +231,9 @@ class Prepared:
             with wrong.of(section):
                 if not needed and getattr(recipe, section) != plain:
                     raise ConfigError(f"{section}: nothing that is learnt from reads one: leave the section out")
+        with wrong.of("teacher.servers"):
+            if algorithm is not None and recipe.teacher.servers and (message := beyond_servers(algorithm)):
+                raise ConfigError(message)
         with wrong.of(_data_key(recipe)):
             prompts = _prompts(_with_room(recipe, blueprint, wrong), blueprint, tools_of(source))
         if prompts is not None:
