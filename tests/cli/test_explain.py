@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,16 @@ SHOWN = [name for name, row in ALGORITHMS.items() if row.divergence is None]
 
 def sigmoid(z: float) -> float:
     return 1 / (1 + math.exp(-z))
+
+
+def test_terms_of_ones_own_are_named_as_left_out() -> None:
+    def near(terms: object) -> object:
+        return terms
+
+    example = work()
+    text = render(replace(example, algorithm=replace(example.algorithm, extra=(near,))))
+    assert "left out: near, which the run adds to this loss" in text
+    assert "left out" not in render(work(preset="ppo"))
 
 
 def test_the_default_example_by_hand() -> None:

@@ -122,7 +122,7 @@ def test_process_supervision_is_one_key(recipe: str) -> None:
 def test_process_credit_needs_step_rewards(recipe: str, tmp_path: Path) -> None:
     stage = stages_of(recipe, "stages.grpo.group.credit=process")["grpo"]
     stage = replace(stage, model=replace(stages_of(recipe)["sft"].model), rewards=(RewardSettings(function="repetition"),))
-    with pytest.raises(ConfigError, match="rewards steps"):
+    with pytest.raises(ConfigError, match=r"group\.credit reads rewards of steps, but none of the rewards"):
         list(train(stage))
 
 

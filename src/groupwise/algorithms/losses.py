@@ -120,7 +120,7 @@ class SequenceTokenRatio(Ratio):
         return SequenceMeanRatio()(logp_M.detach(), behavior_logp_M, segment_M, segments) + logp_M - logp_M.detach()
 
 
-# ---- surrogates: (terms, settings) -> loss_M ---------------------------------------------------------------------------------
+# ---- surrogates: terms -> loss_M ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Silent(Surrogate):
         return 0.0 * terms.logp_M
 
 
-# ---- extra terms: (terms, settings) -> loss_M --------------------------------------------------------------------------------
+# ---- extra terms: terms -> loss_M --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from groupwise.algorithms import diagnostics
 from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.parts import describe, options, with_options
+from groupwise.algorithms.parts import describe, is_built_in, options, with_options
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import DATASET, GroupSettings, is_online
@@ -300,6 +300,7 @@ def render(example: WorkedExample) -> str:
         f"{algorithm.name}: {algorithm.summary}",
         f"  {' x '.join(describe(part) for part in parts)}",
         f"  loss = {algorithm.equation}" + (f"  (arXiv {algorithm.paper})" if algorithm.paper else ""),
+        *_left_out(algorithm),
         "",
         "1. Rewards of one group",
         _row("reward", ["None" if np.isnan(r) else f"{r:g}" for r in example.group.reward]),
@@ -316,6 +317,12 @@ def render(example: WorkedExample) -> str:
     if not example.passes:
         lines += ["", "Nothing is left to train."]
     return "\n".join(lines)
+
+
+def _left_out(algorithm: Algorithm) -> list[str]:
+    """What of a row's loss stands in no table: terms of one's own."""
+    terms = [describe(term) for term in algorithm.extra if not is_built_in(term)]
+    return [f"  left out: {', '.join(terms)}, which the run adds to this loss"] if terms else []
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

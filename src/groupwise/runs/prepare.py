@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from groupwise.algorithms.parts import describe
+from groupwise.algorithms.parts import describe, fact
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.engines import engine_traits
@@ -405,10 +405,11 @@ def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Sha
 
 
 def _check_credit(algorithm: Algorithm, rewards: Rewards, source: ToolRuntime | None) -> None:
-    """Raises ConfigError if a credit of steps has no step rewards to give out: of functions, or of an environment's turns."""
+    """Raises ConfigError if a part reads rewards of steps and there are none: of functions, or of an environment's turns."""
     if algorithm.needs_steps and not rewards.process and source is None:
+        by = "group.credit" if "process" in fact(algorithm.credit, "reads") else "a further term of the loss"
         raise ConfigError(
-            f"group.credit is process, but none of the rewards ({', '.join(rewards.names)}) rewards steps: use a function marked "
+            f"{by} reads rewards of steps, but none of the rewards ({', '.join(rewards.names)}) rewards any: use a function marked "
             "with @process_reward, the reward model with args: {steps: newline}, or an environment that rewards turns"
         )
 

@@ -100,7 +100,7 @@ def timed(rollouts: Rollouts) -> Iterator[tuple[Clock, int, Collected]]:
 
 @contextmanager
 def recomputing(on: bool, policy: Policy, critic: Critic | None) -> Iterator[None]:
-    """Recompute activations of all that is trained while inside (`Policy.checkpointing`)."""
+    """Recompute activations of all that is trained while inside (`backbone.checkpointing`)."""
     with checkpointing(policy, on), nullcontext() if critic is None else critic.checkpointing(on):
         yield
 
