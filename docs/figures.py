@@ -1,8 +1,8 @@
-"""The pictures of the documentation, from runs that were made before: `python docs/figures.py DEMO_RUN HACKED_RUN`.
+"""The pictures of the documentation, from runs that were made before: `python docs/figures.py REAL_RUN [HACKED_RUN]`.
 
-    groupwise train recipes/demo.yaml stages.grpo.eval.every=10 stages.grpo.eval.at_start=true
+    groupwise train recipes/smollm2-sums.yaml eval.every=10
     groupwise train recipes/preference-hacking.yaml
-    python docs/figures.py runs/demo/grpo runs/preference-hacking/grpo
+    python docs/figures.py runs/smollm2-sums runs/preference-hacking/grpo
 
 Needs playwright and a Chromium (`pip install 'groupwise[test]'`).
 """
@@ -52,7 +52,7 @@ def reward_curve(run: Path) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, sans-serif"'
         f' font-size="13" fill="{INK}">',
-        "<title>Reward in training and held-out accuracy over the steps of the demo</title>",
+        "<title>Reward in training and held-out accuracy while SmolLM2 learns sums</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
     for value in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -98,19 +98,19 @@ def photographs(shots: Sequence[tuple[str, Path, str, int]]) -> None:
         browser.close()
 
 
-def main(demo: Path, hacked: Path) -> None:
-    """Write every picture."""
-    (IMAGES / "reward-curve.svg").write_text(reward_curve(demo), encoding="utf-8")
-    photographs(
-        [
-            ("viewer.png", demo, "#step=20&by=push", 860),
-            ("viewer-curves.png", demo, "#view=curves", 860),
-            ("hacked.png", hacked, "#step=60&by=push", 860),
-            ("hacked-lenses.png", hacked, "#view=lenses", 1100),
-            ("viewer-why.png", hacked, "#view=why", 860),
-        ]
-    )
+def main(real: Path, hacked: Path | None) -> None:
+    """Write the pictures of these runs."""
+    (IMAGES / "reward-curve.svg").write_text(reward_curve(real), encoding="utf-8")
+    photographs([("viewer.png", real, "#step=12&by=push", 860), ("viewer-curves.png", real, "#view=curves", 860)])
+    if hacked is not None:
+        photographs(
+            [
+                ("hacked.png", hacked, "#step=60&by=push", 860),
+                ("hacked-lenses.png", hacked, "#view=lenses", 1100),
+                ("viewer-why.png", hacked, "#view=why", 860),
+            ]
+        )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -85,7 +85,7 @@ def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
             {
                 "group": int(place[start]),
                 "key": key_of(prompt),
-                "prompt": excerpt(prompt),
+                "prompt": prompt,
                 "rewards": plain(reward[rows]),
                 "lengths": length[rows].tolist(),
                 "finish": finish[rows],
@@ -94,6 +94,8 @@ def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
                 "distinct": len(set(texts.slice(int(start), int(end - start)).to_pylist())),
             }
         )
+    for one, prompt in zip(groups, without_shared_lines([one["prompt"] for one in groups]), strict=True):
+        one["prompt"] = excerpt(prompt)
     groups.sort(key=lambda group: (-(group["spread"] or 0.0), -group["distinct"], group["group"]))
     by_function = {name: mean(numbers(table, f"rewards/{name}")) for name in names}
     return {
@@ -279,6 +281,19 @@ def _present(rows: Sequence[Mapping[str, Any]], total: float) -> dict[str, list[
 
 def _finish(table: pa.Table) -> list[str]:
     return [value or "" for value in table.column("finish").to_pylist()] if "finish" in table.column_names else [""] * len(table)
+
+
+def without_shared_lines(prompts: Sequence[str]) -> list[str]:
+    """Prompts without the lines that all of them begin and end with: chat templates repeat those.
+
+    >>> without_shared_lines(["Be brief.\\n2+2?\\nAnswer:", "Be brief.\\n3+4?\\nAnswer:"])
+    ['2+2?', '3+4?']
+    """
+    lines = [prompt.split("\n") for prompt in prompts]
+    most = min((len(one) for one in lines), default=1) - 1
+    first = next((place for place in range(most) if len({one[place] for one in lines}) > 1), most)
+    last = next((place for place in range(most - first) if len({one[-1 - place] for one in lines}) > 1), most - first)
+    return ["\n".join(one[first : len(one) - last]) for one in lines]
 
 
 def excerpt(text: str, limit: int = EXCERPT) -> str:

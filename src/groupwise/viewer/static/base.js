@@ -93,7 +93,7 @@ function fmt(value, signed) {
   else if (size >= 10) shown = value.toFixed(1);
   else if (size >= 1) shown = value.toFixed(2);
   else if (size >= 1e-3) shown = value.toFixed(3);
-  else if (size >= 1e-6) shown = String(Number(value.toPrecision(2)));
+  else if (size >= 1e-4) shown = String(Number(value.toPrecision(2)));
   else if (size >= 1e-12) shown = value.toExponential(1);
   else shown = "≈ 0";
   return sign + shown.replace("-", "−");
