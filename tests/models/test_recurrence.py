@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 from groupwise.data.packing import pack
+from groupwise.environments.conversation import Reply, Stream
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import make_policy
@@ -42,10 +44,11 @@ from groupwise.ops.recurrence import StreamRecurrence
 from groupwise.proof import cache
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
-from groupwise.records import Layout, Prompt, Sample, Sampling
+from groupwise.records import Episode, Finish, Layout, Prompt, Sample, Sampling
 from groupwise.rollout.native import engine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.native.kv_cache import KVCache
+from groupwise.training.passes import score_rollouts
 
 SMALL = {
     "vocab_size": len(TOKENIZER),
@@ -349,3 +352,45 @@ def test_a_state_that_is_not_laid_aside_is_found_where_a_world_answers(monkeypat
     policy = make_policy(model_of("qwen3_5"), TOKENIZER)
     with pytest.raises(ConfigError, match="conversations does not equal the model's own forward pass"):
         prove(policy, longest=60, sampler=TALKING, train=False)
+
+
+class Parrots:
+    """A world that answers every turn with its last token."""
+
+    def begin(self, stream: Stream, *, seed: int) -> Parrot:
+        return Parrot(stream)
+
+    def close(self) -> None:
+        pass
+
+
+class Parrot:
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def open(self) -> Future[Reply]:
+        return self.answer()
+
+    def answer(self) -> Future[Reply]:
+        reply: Future[Reply] = Future()
+        reply.set_result(Reply(tokens=np.array(self.stream.tokens[-1:], np.int64)))
+        return reply
+
+    def close(self, finish: Finish) -> Episode:
+        return Episode(turns=tuple(self.stream.turns))
+
+
+@pytest.mark.parametrize("tokens", sorted(set(engine.TOKENS_PER_SYNC.values())))
+def test_a_turn_that_ends_early_leaves_no_later_token_in_a_state(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other models draw several tokens before the host looks, and what lies behind a turn's end is dropped."""
+    monkeypatch.setitem(engine.TOKENS_PER_SYNC, "cpu", tokens)
+    # Turns end with half of all tokens, and so at any place.
+    policy = replace(make_policy(model_of("qwen3_5"), TOKENIZER), eos_ids=tuple(range(0, len(TOKENIZER), 2)))
+    prompts = [Prompt(id=str(i), tokens=np.arange(3, 6 + i), text="") for i in range(3)]
+    found = NativeEngine(policy, max_rows=4, world=Parrots()).generate(
+        prompts, group_size=4, sampling=Sampling(max_new_tokens=40), seed=0
+    )
+    rollouts = [rollout for group in found for rollout in group]
+    assert sum(len(rollout.episode.turns) > 2 for rollout in rollouts if rollout.episode) > 3
+    for rollout, logp in zip(rollouts, score_rollouts(policy, rollouts, budget=1000), strict=True):
+        np.testing.assert_allclose(rollout.behavior_logp[rollout.trained], logp[rollout.trained], atol=1e-4)

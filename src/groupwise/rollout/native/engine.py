@@ -451,8 +451,10 @@ class _Run:
         rows = self.rows
         if self.decode.draws_many:
             return self._steps()
-        # Truncation reads back at every token; nobody may draw beyond its limit, where capacity ends.
-        most = 1 if self.sampling.truncates else TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
+        # Truncation reads back at every token, and a state that is laid aside holds all that was drawn; nobody may draw beyond its
+        # limit, where capacity ends.
+        one = self.sampling.truncates or (self.world is not None and bool(self.prompts.store.states))
+        most = 1 if one else TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
         steps = min(most, min(row.left for row in rows.live))
         drawn = self.decode.draw(rows.token_R, rows.uniform_RT, steps)
         rows.token_R = drawn[-1].token_R
