@@ -93,7 +93,7 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
     Raises ConfigError for an unknown form; never for anything that `text` may hold.
 
     >>> read_turn('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "json").calls
-    (Call(name='add', arguments={'a': 1}, id='call_0'),)
+    (ParsedCall(name='add', arguments={'a': 1}, id='call_0'),)
     """
     if form not in get_args(CallForm):
         raise ConfigError(f"no form of calls {form!r}; there are: {', '.join(get_args(CallForm))}")

@@ -400,7 +400,7 @@ def test_an_adapter_travels_inside_the_weights_it_changes(family: str, policy_of
     policy = adapt(policy_of(family, dtype=torch.float32), LoraSettings(rank=2, alpha=4.0), base="")
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
-            if name in policy.trained:
+            if name in policy.adapter.trained:
                 parameter.normal_()
     save(policy, tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
