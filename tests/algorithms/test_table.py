@@ -303,6 +303,12 @@ def test_the_value_loss_is_a_recipe_s_also_where_nobody_names_a_critic():
     assert resolve("ppo", GroupSettings(), 8, CriticSettings(clip=None, coefficient=0.5)).extra[0] == losses.ValueLoss(None, 0.5)
 
 
+def test_what_learns_from_no_advantages_drops_no_group_for_having_none():
+    with pytest.raises(ConfigError, match="'distill' learns from no advantages, so drop would leave out every group"):
+        resolve("distill", GroupSettings(dead_groups="drop"), 8)
+    assert resolve("minillm", GroupSettings(dead_groups="drop"), 8).dead_groups == "drop"
+
+
 def test_a_recipe_replaces_single_parts():
     group = GroupSettings(
         beta=0.04,

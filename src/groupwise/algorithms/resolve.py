@@ -157,6 +157,11 @@ def conflicts(algorithm: Algorithm, row: Algorithm, group: GroupSettings) -> Ite
             ("group.group_size",),
             f"group.group_size must be at least 2 for {row.name!r} (its advantages compare siblings), got {group.group_size}",
         )
+    if algorithm.dead_groups == "drop" and not fact(algorithm.surrogate, "reads_logp"):
+        yield (
+            ("group.dead_groups",),
+            f"group.dead_groups: {row.name!r} learns from no advantages, so drop would leave out every group: leave the key out",
+        )
     if group.filter is not None and algorithm.dead_groups != "refill":
         yield (
             ("group.filter", "group.dead_groups"),
