@@ -207,6 +207,21 @@ def test_a_bad_recipe_is_refused_before_anything_is_called(calls: list, capsys: 
     assert capsys.readouterr().err.count("did you mean optimizer.lr?") == 2
 
 
+def test_several_mistakes_are_one_configuration_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty_rewards.py").write_text("")
+    rewards = [f"{tmp_path / 'empty_rewards.py'}:{name}" for name in ("first", "second")]
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "objective: grpo\nsteps: 1\nmodel: {scratch: {hidden: 16, context: 96, tokenizer: arithmetic}}\n"
+        "data: {task: addition, limit: 8, chat: true}\nrollout: {max_new_tokens: 8}\n"
+        "rewards: " + json.dumps([{"function": one} for one in rewards])
+    )
+    assert commands.main(["train", str(recipe), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"ConfigError: \d problems in ", said)
+    assert "'first'" in said and "'second'" in said
+
+
 def test_check_returns_its_verdict(calls: list) -> None:
     assert commands.main(["check", "sums"]) == 1
     assert calls == [("check", ("sums", []), {})]

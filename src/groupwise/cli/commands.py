@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GroupwiseError as error:
         if options.debug:
             raise
-        _tell(_as_options("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])))
+        kind = ConfigError if isinstance(error, ConfigError) else type(error)  # Problems are several of them
+        _tell(_as_options("\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", ())])))
         if error.everywhere:
             from groupwise.distributed import comm
 
