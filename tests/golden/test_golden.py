@@ -19,16 +19,18 @@ import torch
 from rule_rewards import RuleRewards
 
 from groupwise.algorithms.resolve import resolve
-from groupwise.config.settings import GroupSettings, OptimizerSettings
+from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.critics import Critic
 from groupwise.training.groups import sampled_rollouts
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.teachers import Teacher
 
 STEPS = 10
 SETTINGS = OptimizerSettings(lr=3e-3, schedule="cosine", warmup_steps=2, weight_decay=0.01)
@@ -51,7 +53,15 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
     rng = np.random.default_rng(5)
     prompts = (Prompt(id=f"0/{i}", tokens=rng.integers(6, 50, size=1 + i % 5), text="") for i in range(10_000))
     settings = GroupSettings(prompts_per_step=4, group_size=6, **group)  # type: ignore[arg-type]
-    algorithm = resolve(preset, settings, 8)
+    critic = CriticSettings(lr=1e-2)
+    algorithm = resolve(preset, settings, 8, critic=critic)
+    needs_reference, needs_critic, needs_teacher = algorithm.needs
+    updates = STEPS * settings.updates_per_rollout * settings.minibatches
+    other = frozen_copy(policy)
+    if needs_teacher:
+        generator = torch.Generator().manual_seed(3)
+        for weight in other.model.parameters():
+            weight.data += 0.05 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
     return train_online(
         policy,
         algorithm,
@@ -65,10 +75,12 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
             seed=11,
             group=settings,
         ),
-        Optimizer(policy.model, SETTINGS, STEPS * settings.updates_per_rollout * settings.minibatches),
+        Optimizer(policy.model, SETTINGS, updates),
         group=settings,
         budget=64,
-        reference=frozen_copy(policy) if algorithm.needs_reference else None,
+        reference=other if needs_reference else None,
+        critic=Critic.on(policy, critic, SETTINGS, updates) if needs_critic else None,
+        teacher=Teacher(policy=other) if needs_teacher else None,
     )
 
 
@@ -99,6 +111,8 @@ CURVES: Mapping[str, tuple[Callable[[Policy], Iterator[Step]], tuple[str, ...]]]
         lambda policy: grpo_steps(policy, "gspo", beta=0.05, updates_per_rollout=2, minibatches=2, entropy_bonus=0.01),
         ("loss", "grad_norm", "reward", "kl", "ratio/kl"),
     ),
+    "ppo": (lambda policy: grpo_steps(policy, "ppo", beta=0.05, minibatches=2), ("loss", "grad_norm", "reward", "value/loss")),
+    "distill": (lambda policy: grpo_steps(policy, "distill"), ("loss", "grad_norm", "reward")),
     "sft": (sft_steps, ("loss", "grad_norm", "tokens/trained")),
 }
 
