@@ -45,6 +45,12 @@ def accuracy_reward(completion: str, answer: str) -> float:
     return float(answer in completion)
 
 
+def test_a_value_of_another_type_is_named() -> None:
+    args = config("GRPOConfig", num_generations=None)
+    with pytest.raises(ConfigError, match=r"(num_generations|computed from).*: no value that TRL takes"):
+        gw.from_trl(args, model="m", reward_funcs=length, train_dataset=ROWS)
+
+
 def test_a_run_has_the_values_of_the_objects() -> None:
     args = config("GRPOConfig", per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2,
                   learning_rate=2e-6, epsilon_high=0.28, num_train_epochs=2, lr_scheduler_type="cosine", bf16=False)  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.trl import FATES, TABLE
+from groupwise.config.trl import FATES, TABLE, Converter
 from groupwise.config.trl_arguments import KINDS, ROLLED, Configuration, Line, flow, short
 from groupwise.config.trl_convert import Need, Note, Value, Write
 from groupwise.config.trl_files import SHELL_SCRIPTS, read_arguments
@@ -170,17 +170,33 @@ def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
 
 
 def _outcomes(trl: Configuration) -> Iterator[Write | Note | Need]:
-    """What the rows of the table make of a configuration; a converter of several rows runs once."""
+    """What the rows of the table make of a configuration; a converter of several rows runs once.
+
+    Raises ConfigError for a value of another type than TRL has there.
+    """
     done = set()
     for name, row in TABLE.items():
-        convert = row.convert
-        if isinstance(convert, Value):
-            value = trl.get(name) if convert.always else trl.arguments.get(name)
-            if (convert.always or name in trl.arguments) and convert.when(value) and _has(trl.kind, str(row.key)):
-                yield Write(str(row.key), convert.kind(value), (name,))
-        elif convert is not None and convert not in done:
-            done.add(convert)
-            yield from (one for one in convert(trl, name) if not isinstance(one, Write) or _has(trl.kind, one.key))
+        if row.convert is None or row.convert in done:
+            continue
+        if not isinstance(row.convert, Value):
+            done.add(row.convert)
+        try:
+            yield from _converted(trl, name, row.convert)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            names = [other for other, row_ in TABLE.items() if row_.convert is row.convert and other in trl.arguments]
+            values = ", ".join(f"{other}={trl.arguments[other]!r}" for other in names) or f"{name}, and what it is computed from"
+            raise ConfigError(f"{values}: no value that TRL takes ({type(error).__name__}: {error})") from error
+
+
+def _converted(trl: Configuration, name: str, convert: Value | Converter) -> Iterator[Write | Note | Need]:
+    """What one row makes of a configuration."""
+    if not isinstance(convert, Value):
+        yield from (one for one in convert(trl, name) if not isinstance(one, Write) or _has(trl.kind, one.key))
+        return
+    value = trl.get(name) if convert.always else trl.arguments.get(name)
+    key = str(TABLE[name].key)
+    if (convert.always or name in trl.arguments) and convert.when(value) and _has(trl.kind, key):
+        yield Write(key, convert.kind(value), (name,))
 
 
 def _has(kind: str, key: str) -> bool:
