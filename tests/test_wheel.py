@@ -70,7 +70,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_what_the_code_reads(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    ends = ("py.typed", "commands/train.py", "ops/cpu/panels.h", "viewer/static/app.js", "recipes/demo.yaml", "plugin/vllm-cpu.txt")
+    ends = ("py.typed", "cli/train.py", "ops/cpu/panels.h", "viewer/static/app.js", "recipes/demo.yaml", "plugin/vllm-cpu.txt")
     for end in ends:
         assert any(name.endswith(end) for name in names), end
     assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]

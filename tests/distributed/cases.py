@@ -44,6 +44,7 @@ from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.models.scratch import scratch_model
 from groupwise.models.sharded import frozen_copy, gathered, own_parts, shard
 from groupwise.models.streaming import CheckpointReader
+from groupwise.ops.attention import Query
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
 from groupwise.runs import checkpoint
@@ -247,8 +248,8 @@ def not_finite(mode: str) -> dict[str, Any]:
     return {"skipped": taken, "unchanged": same, "nonfinite": optimizer.nonfinite}
 
 
-def attend_nothing(layer: int, query: Any, key: Any, value: Any, scale: float, softcap: Any, window: Any) -> torch.Tensor:
-    return (query + 0 * key.sum() + 0 * value.sum()).transpose(1, 2)
+def attend_nothing(query: Query) -> torch.Tensor:
+    return query.query_THD + 0 * query.key_TKD.sum() + 0 * query.value_TKE.sum()
 
 
 def whole_run(path: str, overrides: Sequence[str] = (), stop: int | None = None) -> dict[str, Any]:

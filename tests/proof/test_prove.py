@@ -221,7 +221,6 @@ ON_A_DEVICE = """
 import torch
 from planted import TOKENIZER, built
 from stand_in_device import stand_in
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from groupwise.models.loading import make_policy
@@ -230,11 +229,13 @@ from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE, TRANSFORMERS
 
 
-def dense(query, key, value, *, block_mask, scale, enable_gqa):
+def dense(query, key, value, *, score_mod, block_mask, scale, enable_gqa, return_lse):
+    assert score_mod is None and return_lse
     place, shared = torch.arange(query.shape[2], device=query.device), query.shape[1] // key.shape[1]
     seen = block_mask.mask_mod(None, None, place[:, None], place[None])
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+    scores = (scale * query @ key.transpose(2, 3)).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
 attention._compiled_flex = lambda: dense  # a kernel that a GPU alone has, by its definition

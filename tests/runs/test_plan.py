@@ -340,7 +340,7 @@ def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int, fork
         planned, peak = map(int, process.said.split()[-2:])
         peaks.append(peak)
         # Who plans must not be surprised; how much of the heap lies in pieces (a third of this peak) differs by system and hour.
-        if 0.7 * planned < statistics.median(peaks) < 1.15 * planned:
+        if 0.7 * planned < statistics.median(peaks) < 1.3 * planned:
             return
     raise AssertionError(f"planned {planned:,} bytes, and it takes {peaks}")
 

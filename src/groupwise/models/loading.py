@@ -156,7 +156,7 @@ def language_class(config: PreTrainedConfig) -> Any:
     A checkpoint that reads images too is loaded as the class that it names, so that it is saved as it was; see `freeze_towers`.
     transformers would load some without what reads images (Qwen3.5).
     """
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)  # type: ignore[call-overload]
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)  # type: ignore[call-overload]
     if whole is not None and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or whole.__name__ in (config.architectures or ())):
         return AutoModelForImageTextToText
     return AutoModelForCausalLM

@@ -77,7 +77,7 @@ def _qwen3(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfi
 
 
 def _qwen3_5(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Qwen3_5TextConfig
+    from transformers import Qwen3_5TextConfig  # type: ignore[attr-defined]
 
     width, last = settings.hidden // settings.heads, settings.layers - 1
     kinds = ["full_attention" if i % 4 == 3 or i == last else "linear_attention" for i in range(settings.layers)]

@@ -351,7 +351,7 @@ def test_a_world_that_waits_does_not_stop_other_turns(server, engine_of, prompts
     assert all(len(talk.closed) == 1 for talk in world.begun.values())
     alive = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-request")]
     for thread in alive:
-        thread.join(5)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in alive)
 
 
