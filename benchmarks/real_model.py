@@ -34,7 +34,7 @@ from _machine import describe
 import groupwise as gw
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "real_model.json"
+RESULTS = Path(__file__).parent / "real_model.json"
 SEEDS = (0, 1, 2)
 STEPS, COMPLETIONS = 30, 64
 TASKS = {"sums": "same_number", "json": "same_object", "words": "same_word"}
