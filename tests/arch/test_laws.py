@@ -252,20 +252,13 @@ def test_docstrings_name_what_there_is() -> None:
     assert not wrong, wrong
 
 
-SHARED = {
-    "Call", "Completion", "Ended", "Form", "Kind", "Line", "Live", "Norm", "Place", "Process", "Rotary", "Rows", "Shape", "Thread",
-    "Value", "World",
-}  # fmt: skip
-"""Classes of two modules that still have one name."""
-
-
 def test_no_class_has_the_name_of_another() -> None:
     homes: dict[str, list[str]] = {}
     for name in FILES:
         for node in TREES[name].body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
-    wrong = {name: modules for name, modules in homes.items() if len(modules) > 1 and name not in SHARED}
+    wrong = {name: modules for name, modules in homes.items() if len(modules) > 1}
     assert not wrong, wrong
 
 

@@ -13,7 +13,7 @@ from groupwise.api.score import score_file, visible
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.math_checker import Checker, shared_checker
-from groupwise.utils.processes import Process
+from groupwise.utils.processes import WorkerProcess
 
 ROWS = [
     {"prompt": "2+2=", "completion": r"\boxed{4}", "answer": "4", "completion_ids": [1, 2, 3]},
@@ -103,7 +103,7 @@ def test_a_slow_call_is_named_and_a_workers_start_is_none(tmp_path, monkeypatch)
     monkeypatch.setattr("groupwise.utils.processes.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
     monkeypatch.setattr("groupwise.rewards.compose.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
     monkeypatch.setattr("groupwise.rewards.math_checker._shared", None)
-    ready, compare = Process.ready, Checker.compare
+    ready, compare = WorkerProcess.ready, Checker.compare
 
     def start(process):
         passed[0] += 0.0 if process._begun is None else 10_000.0
@@ -113,7 +113,7 @@ def test_a_slow_call_is_named_and_a_workers_start_is_none(tmp_path, monkeypatch)
         passed[0] += 3_000.0
         return compare(checker, pairs)
 
-    monkeypatch.setattr(Process, "ready", start)
+    monkeypatch.setattr(WorkerProcess, "ready", start)
     monkeypatch.setattr(Checker, "compare", computed)
     rows = [{"prompt": "x", "completion": rf"\boxed{{x+{n}}}", "answer": r"\frac{x}{1}+2"} for n in (1, 2)]
     (tmp_path / "own_reward.py").write_text("def f(completions): return [1.0] * len(completions)")

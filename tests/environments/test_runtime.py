@@ -14,7 +14,7 @@ import pytest
 
 from groupwise.environments import runtime
 from groupwise.errors import EnvironmentFailure
-from groupwise.utils.processes import Process
+from groupwise.utils.processes import WorkerProcess
 
 
 def whoami() -> str:
@@ -75,7 +75,7 @@ def test_a_place_that_is_about_to_be_ended_is_given_to_nobody_else(rooms: runtim
 def test_a_process_that_has_ended_while_it_was_idle_is_replaced(rooms: runtime.ToolRuntime) -> None:
     ((there,), _) = rooms.make(rooms.kinds[""]).call(CALL, seconds=60.0)
     (place,) = rooms._idle
-    assert isinstance(place, Process)
+    assert isinstance(place, WorkerProcess)
     os.kill(int(there.text), signal.SIGKILL)
     place._channel.settimeout(60.0)
     assert place._channel.recv(1, socket.MSG_PEEK) == b""

@@ -148,7 +148,7 @@ def test_what_is_logged_survives_the_table(scored_group: Callable[..., Scored]) 
 def test_a_single_function_logs_one_value() -> None:
     notes = Notes(1, single=True)
     notes.log_extra("a", "text")
-    assert notes.told()["columns"] == {"a": ["text"]}
+    assert notes.as_json()["columns"] == {"a": ["text"]}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 
 from groupwise.utils import processes
 from groupwise.utils.process_main import LINUX, descendants
-from groupwise.utils.processes import Died, NotStarted, Pool, Process, Raised
+from groupwise.utils.processes import Died, NotStarted, Pool, Raised, WorkerProcess
 
 WAIT = 300.0
 """Seconds of a call that ends by itself."""
@@ -46,7 +46,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What workers serve; when the test ends, this process has the children and descriptors that it had before."""
     (tmp_path / "random_calls.py").write_text(CALLS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    Process("operator:attrgetter", "real").kill()  # what the first process ever imports or opens
+    WorkerProcess("operator:attrgetter", "real").kill()  # what the first process ever imports or opens
     children, open_files = set(descendants(os.getpid())), len(os.listdir("/proc/self/fd"))
     ends = set(processes._ends)
     yield "random_calls:make"
@@ -58,7 +58,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
-def answer_to(process: Process, what: str, seconds: float) -> str:
+def answer_to(process: WorkerProcess, what: str, seconds: float) -> str:
     """The outcome of a call; an answer is the one to this call."""
     number = next(NUMBERS)
     try:
@@ -79,13 +79,13 @@ EXPECTED = {
 """What becomes of each call of a process that nobody else ends."""
 
 
-def outcome_of(process: Process, what: str, rng: random.Random) -> None:
+def outcome_of(process: WorkerProcess, what: str, rng: random.Random) -> None:
     seconds = rng.uniform(0.0, 0.05) if EXPECTED[what] == "late" else WAIT
     assert answer_to(process, what, seconds) == EXPECTED[what]
     assert process.alive() == (EXPECTED[what] in ("answered", "raised"))
 
 
-def ended_by_another_thread(process: Process, rng: random.Random) -> None:
+def ended_by_another_thread(process: WorkerProcess, rng: random.Random) -> None:
     """Killed, or told to end, at some moment of a call: it is answered or it has died; afterwards it has."""
     ends = rng.choice([process.kill, process.end])
     other = threading.Timer(rng.uniform(0.0, 0.03), ends)
@@ -97,7 +97,7 @@ def ended_by_another_thread(process: Process, rng: random.Random) -> None:
 
 def faults_in_forks(target: str, rng: random.Random, count: int) -> None:
     """Each in a fork of its own, between calls of the process itself, which goes on counting."""
-    process = Process(target)
+    process = WorkerProcess(target)
     for _ in range(count):
         fork = process.fork()
         if rng.random() < 0.25:
@@ -116,7 +116,7 @@ def faults_in_forks(target: str, rng: random.Random, count: int) -> None:
 def faults_in_processes(target: str, rng: random.Random, count: int) -> None:
     """Each ends a process, with forks that live."""
     for _ in range(count):
-        process = Process(target)
+        process = WorkerProcess(target)
         forks = [process.fork() for _ in range(rng.randrange(3))]
         assert [answer_to(fork, "echo", WAIT) for fork in forks] == ["answered"] * len(forks)
         if rng.random() < 0.3:

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from groupwise.utils.process_main import LINUX, descendants
-from groupwise.utils.processes import Died, NotStarted, Pool, Process, Raised
+from groupwise.utils.processes import Died, NotStarted, Pool, Raised, WorkerProcess
 
 WAIT = 60.0
 
@@ -221,7 +221,7 @@ def test_a_worker_that_cannot_start_says_why(hostile):
     with pytest.raises(NotStarted, match="no module named luck"):
         Pool("hostile_calls:broken", size=1, seconds=1.0).call()
     with pytest.raises(NotStarted, match="exit code 7"):
-        Process("os:_exit", 7).ready()
+        WorkerProcess("os:_exit", 7).ready()
 
 
 # ---------------------------------------------------------------- forks
@@ -229,7 +229,7 @@ def test_a_worker_that_cannot_start_says_why(hostile):
 
 @pytest.fixture
 def process(hostile):
-    made = Process(hostile)
+    made = WorkerProcess(hostile)
     yield made
     made.kill()
 
@@ -296,8 +296,8 @@ def test_a_killed_program_leaves_no_process(hostile, tmp_path):
     """With forks, with what these started, and with a call that hangs."""
     code = """
 import sys
-from groupwise.utils.processes import Process
-process = Process("hostile_calls:make")
+from groupwise.utils.processes import WorkerProcess
+process = WorkerProcess("hostile_calls:make")
 forks = {how: process.fork() for how in ("child", "session", "daemon", "sleep")}
 for how in ("child", "session", "daemon"):
     forks[how].call("start", how, sys.argv[1] + how, seconds=60.0)

@@ -80,7 +80,7 @@ def from_trl(
     rows: Any = arguments.get("train_dataset")
     for name in ("train_dataset", "eval_dataset"):
         if name in arguments and not isinstance(arguments[name], str):
-            arguments[name] = _Rows(arguments[name])
+            arguments[name] = _UnshownRows(arguments[name])
     trl = Configuration(
         kind=kind,
         arguments=arguments,
@@ -92,7 +92,7 @@ def from_trl(
     if lost := [line for line in imported.lines if line.fate in ("missing", None)]:
         log.warning("of TRL's arguments these are not carried over: %s", "; ".join(map(str, lost)))
     keys = imported.tree()
-    keys["data"] = {key: value.rows if isinstance(value, _Rows) else value for key, value in keys.get("data", {}).items()}
+    keys["data"] = {key: value.rows if isinstance(value, _UnshownRows) else value for key, value in keys.get("data", {}).items()}
     tokenizer = processing_class if loaded else None
     return TrlTraining(imported, train(**keys, tokenizer=tokenizer, fresh=fresh, accept_changes=accept_changes))
 
@@ -102,7 +102,7 @@ CONVERTED = ("reward_funcs", "tools", "environment_factory", "train_dataset", "e
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Rows:
+class _UnshownRows:
     """Rows, which no line shows."""
 
     rows: Any

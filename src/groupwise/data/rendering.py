@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.data.tokenizers import CHAT_TEMPLATE
 from groupwise.errors import DataError
-from groupwise.utils.processes import Died, NotStarted, Process
+from groupwise.utils.processes import Died, NotStarted, WorkerProcess
 from groupwise.utils.terminal import escaped
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class _Renderer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: Process | None = None
+        self._process: WorkerProcess | None = None
 
     def render(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
         """Texts of conversations that share a tokenizer; all of them show tools, or none.  Raises DataError."""
@@ -183,7 +183,7 @@ class _Renderer:
     def _answers(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> Iterator[tuple[str, str]]:
         if self._process is None or not self._process.alive():
             threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-            self._process = Process("groupwise.data.template_worker:serve_templates", quiet=True, variables=threads)
+            self._process = WorkerProcess("groupwise.data.template_worker:serve_templates", quiet=True, variables=threads)
         request = {
             "template": shown_template(tokenizer, tools=chats[0].tools is not None),
             "variables": dict(tokenizer.special_tokens_map),

@@ -23,8 +23,8 @@ from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
 from groupwise.utils import threads
 from groupwise.utils.event_loop import EventLoop
-from groupwise.utils.process_main import told
-from groupwise.utils.processes import Died, Process, Raised
+from groupwise.utils.process_main import described
+from groupwise.utils.processes import Died, Raised, WorkerProcess
 from groupwise.utils.secrets import environment_of_others
 
 
@@ -162,12 +162,12 @@ class ProgramHarness:
         self.command = list(command)
         self._lock = threading.Lock()
         self._process = self._start()
-        self._live: set[Process] = set()
+        self._live: set[WorkerProcess] = set()
 
     @staticmethod
-    def _start() -> Process:
+    def _start() -> WorkerProcess:
         """The process whose forks start programs."""
-        return Process("groupwise.environments.programs:serve_programs")
+        return WorkerProcess("groupwise.environments.programs:serve_programs")
 
     def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
         """Start the program and wait for its end in a thread."""
@@ -198,7 +198,7 @@ class ProgramHarness:
         threads.begin(run, f"harness-{request.id}")
         return lambda: self._end(fork)
 
-    def _end(self, fork: Process) -> None:
+    def _end(self, fork: WorkerProcess) -> None:
         """Kill the program and what it has started."""
         with self._lock:
             self._live.discard(fork)
@@ -281,7 +281,7 @@ def reward_of(returned: Any) -> float | None:
 
 
 def _described(error: BaseException) -> str:
-    words = told(error)
+    words = described(error)
     return f"{words['kind']}: {words['error']}" + (f" ({words['where']})" if words["where"] else "")
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.rewards.user_functions import asynchronous, find_named
-from groupwise.utils.process_main import told
+from groupwise.utils.process_main import described
 
 if TYPE_CHECKING:
     from groupwise.environments.side_by_side import CallLoop
@@ -145,7 +145,7 @@ class Instance:
                 try:
                     self._awaited(close())
                 except BaseException as error:  # everything has been said by then
-                    ended["unclosed"] = told(error)
+                    ended["unclosed"] = described(error)
         return ended
 
     # ---- inside --------------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Instance:
         try:
             return {"result": result_text(self._awaited(self._find(name)(**arguments)))}
         except BaseException as error:  # whatever a tool raises is something that the policy is told
-            return told(error)
+            return described(error)
 
     async def _answered(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"result": result_text(await self._find(name)(**arguments))}

@@ -24,8 +24,8 @@ from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Finish
 from groupwise.rewards.user_functions import find_named
 from groupwise.utils import threads
-from groupwise.utils.process_main import told
-from groupwise.utils.processes import Died, NotStarted, Process, Raised
+from groupwise.utils.process_main import described
+from groupwise.utils.processes import Died, NotStarted, Raised, WorkerProcess
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -94,7 +94,7 @@ class EnvironmentBroken(Exception):
 
 
 class Worker(Protocol):
-    """The process or thread that an `Instance` runs in (`processes.Process`, `WorkerThread`)."""
+    """The process or thread that an `Instance` runs in (`processes.WorkerProcess`, `WorkerThread`)."""
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
         """Its answers to a request, each within `seconds` of the one before.  Raises TimeoutError, Died, Raised."""
@@ -156,7 +156,7 @@ class WorkerThread:
                 for value in answer if request[0] == "call" else (answer,):
                     self._answers.put(("value", value))
             except BaseException as error:  # somebody else's code, judged by who asked
-                self._answers.put(("error", told(error)))
+                self._answers.put(("error", described(error)))
         with contextlib.suppress(BaseException):  # nobody is left to be told
             instance.end(False)
 
@@ -182,7 +182,7 @@ class ToolRuntime:
             named[name] = spec
         self._args, self._runs, self._objects = dict(args), runs, dict(objects or {})
         self._setup = (tuple(map(str, tools)), {name: str(spec) for name, spec in factories.items()}, self._args)
-        self._process: Process | None = None
+        self._process: WorkerProcess | None = None
         self._starting = threading.Lock()
         self._functions: dict[str, Callable[..., Any]] = {}
         self._factories: dict[str, Callable[..., Any]] = {}
@@ -252,7 +252,7 @@ class ToolRuntime:
                     # Objects of this program are those of a fork of it.
                     target = "groupwise.environments.instance:serve_environments"
                     forked = partial(serve_environments, objects=self._objects) if self._objects else None
-                    self._process = Process(forked or target, *self._setup)
+                    self._process = WorkerProcess(forked or target, *self._setup)
                 fork = self._process.fork()
             fork.call("begin", name, seed, seconds=FORK_SECONDS)
         except NotStarted as error:

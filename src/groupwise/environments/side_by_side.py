@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from groupwise.utils.process_main import told
+from groupwise.utils.process_main import described
 
 
 class CallLoop:
@@ -40,4 +40,4 @@ async def _one(call: Callable[[], Awaitable[dict[str, Any]]], seconds: float) ->
     except BaseException as error:  # whatever a tool raises is something that the policy is told
         if isinstance(error, TimeoutError) and limit.expired():
             return {"late": True}
-        return told(error)
+        return described(error)

@@ -149,7 +149,7 @@ def _plugin(vf: Any) -> Any:
     from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
     from verifiers.v1.runtimes import ProgramResult  # pyright: ignore[reportMissingImports]
 
-    class Chat(vf.Harness[vf.HarnessConfig]):
+    class EndpointHarness(vf.Harness[vf.HarnessConfig]):
         """Asks for one turn behind the messages so far; a task whose user continues is resumed."""
 
         APPENDS_SYSTEM_PROMPT = True
@@ -179,7 +179,7 @@ def _plugin(vf: Any) -> Any:
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
     module = ModuleType(CHAT)
-    module.Chat, module.__all__ = Chat, ["Chat"]  # type: ignore[attr-defined]
+    module.EndpointHarness, module.__all__ = EndpointHarness, ["EndpointHarness"]  # type: ignore[attr-defined]
     return module
 
 

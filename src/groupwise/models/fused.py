@@ -26,8 +26,8 @@ from transformers.pytorch_utils import Conv1D
 from groupwise.models.attention import NAME, packed_attention
 from groupwise.models.layers import MLP, Attention, Norm, describe
 from groupwise.ops.functional import (
+    EmbeddingRows,
     Linear,
-    Rows,
     copies_of_weights,
     gated_mlp,
     plain_mlp,
@@ -138,7 +138,7 @@ def _gelu(self: Any, input: Tensor) -> Tensor:
 def _embedding(self: Any, input: Tensor) -> Tensor:
     if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
         return nn.Embedding.forward(self, input)
-    return Rows.apply(input, self.weight, -1 if self.padding_idx is None else self.padding_idx)  # type: ignore[return-value]
+    return EmbeddingRows.apply(input, self.weight, -1 if self.padding_idx is None else self.padding_idx)  # type: ignore[return-value]
 
 
 def _rotary_attention(

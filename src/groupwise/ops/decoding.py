@@ -23,8 +23,8 @@ from groupwise.ops.cpu.kernels import draws, multiplies, operations
 from groupwise.ops.onednn_shapes import filled, tiled
 
 __all__ = [
-    "BLOCK", "Decoder", "Drawn", "Filler", "Live", "Norm", "Operations", "PreparedLayer", "Product", "Rotary", "Rows",
-    "decode_attention", "draw_tokens", "draws", "keep_entries", "product", "tokens_per_block",
+    "BLOCK", "Decoder", "Drawn", "Filler", "LiveRows", "Operations", "PreparedLayer", "PreparedNorm", "PreparedRotary", "Product",
+    "Rows", "decode_attention", "draw_tokens", "draws", "keep_entries", "product", "tokens_per_block",
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- products
@@ -173,7 +173,7 @@ def draw_tokens(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tup
 # ---------------------------------------------------------------- what lies between products
 
 
-class Norm:
+class PreparedNorm:
     """An RMSNorm, or with a bias a layer norm, behind a residual sum; with weights (H, W) RMSNorms of heads, each by its own."""
 
     def __init__(self, weight: Tensor, eps: float, bias: Tensor | None, *, dtype: torch.dtype, compiled: bool) -> None:
@@ -205,7 +205,7 @@ class Norm:
         return (x / torch.hypot(length, self.floor)).mul_(self.gain).to(self.dtype)
 
 
-class Rotary:
+class PreparedRotary:
     """Rotary embeddings.  The kernel pairs number i of a head with number i + W/2, as transformers does; in torch's operations the
     two of a pair lie side by side, for one complex product.  Queries and keys may be reordered together, their products stay."""
 
@@ -236,14 +236,14 @@ class Rotary:
 class PreparedLayer:
     """A decoder layer as it is decoded with; its operations are made by `Operations`."""
 
-    norm: Norm
+    norm: PreparedNorm
     qkv: Any
-    """Query, key and value heads side by side; rotary query and key heads in the order of `Rotary.order_W`.  This and the other
+    """Query, key and value heads side by side; rotary query and key heads in the order of `PreparedRotary.order_W`.  This and other
     products: x -> x W^T + b."""
-    head_norm: Norm | None
+    head_norm: PreparedNorm | None
     """Norms of query and key heads (Qwen3)."""
     out: Any
-    mlp_norm: Norm
+    mlp_norm: PreparedNorm
     up: Any
     """The MLP's first product: gate beside up, or up alone."""
     down: Any
@@ -276,13 +276,13 @@ class Operations:
         bias_O = None if bias_O is None else torch.cat([bias_O for bias_O in biases_O if bias_O is not None])
         return product(torch.cat(list(weights_OI)), bias_O, self.dtype)
 
-    def norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> Norm:
+    def norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> PreparedNorm:
         """A norm behind a residual sum, or of heads."""
-        return Norm(weight, eps, bias, dtype=self.dtype, compiled=self.compiled)
+        return PreparedNorm(weight, eps, bias, dtype=self.dtype, compiled=self.compiled)
 
-    def rotary(self, cos_PW: Tensor, sin_PW: Tensor) -> Rotary:
+    def rotary(self, cos_PW: Tensor, sin_PW: Tensor) -> PreparedRotary:
         """Rotary embeddings, from tables of all positions."""
-        return Rotary(cos_PW.float(), sin_PW.float(), compiled=self.compiled)
+        return PreparedRotary(cos_PW.float(), sin_PW.float(), compiled=self.compiled)
 
     def gated(self, inner_TI: Tensor) -> Tensor:
         """silu(gate) * up of a gate beside up, I = twice the result's."""
@@ -297,7 +297,7 @@ class Operations:
 # ---------------------------------------------------------------- many tokens in one call
 
 
-class Live(NamedTuple):
+class LiveRows(NamedTuple):
     """Completions that are being decoded; int64 if nothing else is said."""
 
     newest_R: Tensor
@@ -328,10 +328,10 @@ class Decoder:
     def __init__(
         self,
         layers: Sequence[PreparedLayer],
-        norm: Norm,
+        norm: PreparedNorm,
         head: Any,
         embedding_VD: Tensor,
-        positions: Rotary | Tensor,
+        positions: PreparedRotary | Tensor,
         heads: tuple[int, int, int],
     ) -> None:
         """norm: the last.   positions: rotary embeddings, or learnt ones (P, D).   heads: H, K, W."""
@@ -357,7 +357,7 @@ class Decoder:
 
     def __call__(
         self,
-        live: Live,
+        live: LiveRows,
         slabs: Sequence[tuple[Slab, Slab]],
         steps: int,
         *,

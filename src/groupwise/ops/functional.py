@@ -357,7 +357,7 @@ def _times(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) ->
     return product(x_TI, weight_IO, None if bias_O is None else _like(bias_O, x_TI, copies))
 
 
-class Rows(torch.autograd.Function):
+class EmbeddingRows(torch.autograd.Function):
     """Rows of an embedding.  Of its gradient only the rows that were read are touched, where it is summed in place.
 
     still: an id whose row gets no gradient from here (an embedding's `padding_idx`); -1: none.

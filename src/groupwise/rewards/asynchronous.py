@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from groupwise.utils.process_main import told
+from groupwise.utils.process_main import described
 
 if TYPE_CHECKING:
     from groupwise.rewards.functions import RewardCall
@@ -51,7 +51,7 @@ class SideBySide:
                 return {"late": True, "seconds": time.monotonic() - began}
             return call.ended(task.result(), notes, began)
         except (Exception, asyncio.CancelledError) as error:  # whatever a function raises is an answer, judged in one place
-            return told(error)
+            return described(error)
 
 
 async def _in_time(task: asyncio.Task, seconds: float | None) -> bool:

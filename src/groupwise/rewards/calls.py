@@ -26,7 +26,7 @@ from groupwise.rewards.functions import RewardCall
 from groupwise.rewards.trainer_state import joined
 from groupwise.utils import threads
 from groupwise.utils.process_main import Function, message_of, raised_at
-from groupwise.utils.processes import Died, NotStarted, Process, Raised, Traceback
+from groupwise.utils.processes import Died, NotStarted, Raised, Traceback, WorkerProcess
 
 DEFAULT_SECONDS = 600.0
 """Without a timeout a call that takes longer has failed: a function that hangs must not hold a run for ever."""
@@ -120,10 +120,10 @@ class Host:
         self.specs: tuple[str, ...] = ()
         """Functions that are imported while it starts."""
         self.folder = os.getcwd()
-        self.worker: Process | None = None
+        self.worker: WorkerProcess | None = None
         self._owner = os.getpid()
 
-    def start(self) -> Process:
+    def start(self) -> WorkerProcess:
         """Begin to start, if it does not run."""
         if self._owner != os.getpid():  # a fork of the parent must not talk to the parent's workers
             self.worker, self._owner = None, os.getpid()
@@ -131,12 +131,12 @@ class Host:
             self.kill()
         if self.worker is None:
             if self.live is None:
-                self.worker = Process("groupwise.rewards.functions:worker", self.specs, folder=self.folder)
+                self.worker = WorkerProcess("groupwise.rewards.functions:worker", self.specs, folder=self.folder)
             else:
-                self.worker = Process(self.live, folder=self.folder)
+                self.worker = WorkerProcess(self.live, folder=self.folder)
         return self.worker
 
-    def ready(self) -> Process:
+    def ready(self) -> WorkerProcess:
         """Start, and wait until it is.  Raises RewardError."""
         worker = self.start()
         try:

@@ -27,7 +27,7 @@ from groupwise.rewards.functions import Functions, RewardCall
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rewards.returned import describe_failure, described, validated
 from groupwise.rewards.step_signals import step_signal
-from groupwise.rewards.trainer_state import TOLD, TrainerState
+from groupwise.rewards.trainer_state import RUN_PARAMETERS, TrainerState
 from groupwise.utils.processes import STARTS
 from groupwise.utils.terminal import logger
 from groupwise.utils.threads import Thread
@@ -537,7 +537,7 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Rewa
             timeout=reward.timeout,
             labels=labels,
             given=payload,
-            asks=tuple(name for name in signature.asks if name in TOLD and name not in reward.arguments),
+            asks=tuple(name for name in signature.asks if name in RUN_PARAMETERS and name not in reward.arguments),
             state=state,
         )
         calls.append(call)

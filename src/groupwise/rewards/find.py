@@ -15,7 +15,7 @@ from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
 from groupwise.rewards.step_rewards import ProcessReward
-from groupwise.rewards.trainer_state import TOLD
+from groupwise.rewards.trainer_state import RUN_PARAMETERS
 from groupwise.rewards.user_functions import NO_COLUMN, OFFERED, SINGULAR, Signature, asynchronous, listed, read_signature
 from groupwise.utils.spelling import nearest
 
@@ -77,7 +77,7 @@ class Reward:
         """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
         keywords: dict[str, Any] = {}
         for name in self.signature.asks:
-            if name in self.arguments or name in TOLD:
+            if name in self.arguments or name in RUN_PARAMETERS:
                 continue
             wanted = SINGULAR.get(name, name) if self.signature.single else name
             if wanted == "gold" and self.gold is not None:

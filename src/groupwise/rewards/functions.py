@@ -20,7 +20,7 @@ from groupwise.rewards.returned import validated
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.trainer_state import Notes, TrainerState
 from groupwise.rewards.user_functions import find_named, read_signature
-from groupwise.utils.process_main import told
+from groupwise.utils.process_main import described
 
 if TYPE_CHECKING:
     from groupwise.rewards.asynchronous import SideBySide
@@ -46,7 +46,7 @@ class RewardCall:
     given: bytes
     """Pickle of the keyword arguments: values of the one completion, or lists with an entry per completion."""
     asks: tuple[str, ...] = ()
-    """Of `trainer_state.TOLD`."""
+    """Of `trainer_state.RUN_PARAMETERS`."""
     state: TrainerState = field(default_factory=TrainerState)
 
     def notes(self) -> Notes:
@@ -62,7 +62,7 @@ class RewardCall:
     def ended(self, returned: Any, notes: Notes, began: float) -> dict[str, Any]:
         """The answer of a call that returned `found`.  Raises RewardError for what is no reward."""
         values = validated(self.name, [returned] if self.single else returned, self.labels, self.process)
-        return {"values": values, "notes": notes.told(), "seconds": time.monotonic() - began}
+        return {"values": values, "notes": notes.as_json(), "seconds": time.monotonic() - began}
 
 
 def unshared(values: list[Any]) -> list[Any]:
@@ -93,7 +93,7 @@ class Functions:
     """Reward functions by name, and calls of them.
 
     The answer to a call has `values`, `notes` and `seconds`; or `late`, of an asynchronous one that ran out of time; or it is an
-    exception in words (`process_main.told`).  After a failure those that have not ended have none.
+    exception in words (`process_main.described`).  After a failure those that have not ended have none.
     """
 
     def __init__(self, live: Mapping[str, Any] | None = None) -> None:
@@ -140,7 +140,7 @@ class Functions:
         try:
             return call.ended(self._inner(call)(**call.keywords(notes)), notes, began)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: nobody but the function can have raised them here
-            return told(error)
+            return described(error)
 
 
 def _builtin(name: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TOLD = ("trainer_state", "log_metric", "log_extra")
+RUN_PARAMETERS = ("trainer_state", "log_metric", "log_extra")
 """What a function may ask for by name, and is no list with an entry for each completion."""
 
 
@@ -31,7 +31,7 @@ class Notes:
     >>> notes = Notes(2)
     >>> notes.log_metric("parsed", 0.5)
     >>> notes.log_extra("answer", ["4", None])
-    >>> notes.told()
+    >>> notes.as_json()
     {'metrics': {'parsed': [0.5]}, 'columns': {'answer': ['4', None]}}
     """
 
@@ -65,12 +65,12 @@ class Notes:
         self.columns[_name("log_extra", column)] = [json.loads(json.dumps(value, default=_plain)) for value in values]
 
     def given(self, asked: Sequence[str], state: TrainerState) -> dict[str, Any]:
-        """The keyword arguments for a function that asks for some of `TOLD`."""
+        """The keyword arguments for a function that asks for some of `RUN_PARAMETERS`."""
         every: dict[str, TrainerState | Callable[..., None]]
         every = {"trainer_state": state, "log_metric": self.log_metric, "log_extra": self.log_extra}
         return {name: every[name] for name in asked}
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """As JSON, to be sent from a worker process; empty if nothing was logged."""
         return {"metrics": self.metrics, "columns": self.columns} if self.metrics or self.columns else {}
 

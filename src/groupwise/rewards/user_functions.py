@@ -14,7 +14,7 @@ from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.rewards.step_rewards import ProcessReward
-from groupwise.rewards.trainer_state import TOLD
+from groupwise.rewards.trainer_state import RUN_PARAMETERS
 from groupwise.utils.imports import imported
 
 OFFERED = (
@@ -44,7 +44,7 @@ class Signature:
     """What a function asks for, and how it is called."""
 
     asks: tuple[str, ...]
-    """What it is given by name: of `OFFERED` (or `SINGULAR`), `TOLD`, columns, or `gold`."""
+    """What it is given by name: of `OFFERED` (or `SINGULAR`), `RUN_PARAMETERS`, columns, or `gold`."""
     named: tuple[str, ...]
     """Its own parameters; what else it asks for is taken by its `**keywords`."""
     optional: tuple[str, ...]
@@ -97,8 +97,8 @@ def read_signature(
     if unknown:
         raise ConfigError(f"the reward {name!r} has no argument {unknown[0]!r}; it takes: {listed(_options(named, columns))}")
     single = "completion" in named and "completions" not in named
-    offered = [*OFFERED, *TOLD, *([] if gold is None else ["gold"])]
-    offered = [*SINGULAR, "prompt_ids", "completion_ids", *TOLD] if single else offered
+    offered = [*OFFERED, *RUN_PARAMETERS, *([] if gold is None else ["gold"])]
+    offered = [*SINGULAR, "prompt_ids", "completion_ids", *RUN_PARAMETERS] if single else offered
     available = [*offered, *(column for column in columns if column not in offered)]
     missing = [p.name for p in named.values() if p.name not in available and p.name not in arguments and p.default is p.empty]
     if missing:
@@ -124,7 +124,7 @@ def read_signature(
 
 
 def _options(named: Mapping[str, inspect.Parameter], columns: Collection[str]) -> list[str]:
-    known = {*OFFERED, *SINGULAR, *TOLD, *columns, "gold"}
+    known = {*OFFERED, *SINGULAR, *RUN_PARAMETERS, *columns, "gold"}
     return [key for key in named if key not in known]
 
 

@@ -65,7 +65,7 @@ def main() -> NoReturn:
 def supervise_worker(
     lifeline: socket.socket, channel: socket.socket, build: Callable[..., Function], options: Mapping[str, Any]
 ) -> NoReturn:
-    """A worker that calls `build` with the first request; what that returns answers the others.  options: see `Process`."""
+    """A worker that calls `build` with the first request; what that returns answers the others.  options: see `WorkerProcess`."""
     supervise(lifeline, lambda: serve(channel, build, options), [channel], Output(2) if not options.get("quiet") else None)
 
 
@@ -287,7 +287,7 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
     try:
         function = build(*pickle.loads(setup))
     except BaseException as error:  # whatever it is, it is why there is no worker
-        _answer(channel, told(error))
+        _answer(channel, described(error))
         os._exit(1)
     _answer(channel, {"value": None})
     answer_requests(channel, function, options.get("cpu_seconds"))
@@ -315,7 +315,7 @@ def answer_requests(channel: socket.socket, function: Function, cpu_seconds: flo
             for value in answer if inspect.isgenerator(answer) else (answer,):
                 _answer(channel, {"value": value})
         except BaseException as error:  # whatever it is (SystemExit, KeyboardInterrupt), it is this call's outcome
-            _answer(channel, told(error))
+            _answer(channel, described(error))
 
 
 def _fork(ends: list[socket.socket], function: Function, cpu_seconds: float | None) -> int:
@@ -355,7 +355,7 @@ def _within(seconds: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def told(error: BaseException) -> dict[str, str]:
+def described(error: BaseException) -> dict[str, str]:
     """An exception in words: message, type, place, traceback."""
     trace = "".join(traceback.format_exception(error, limit=-50)) if error.__traceback__ is not None else ""
     return {"error": message_of(error), "kind": type(error).__name__, "where": raised_at(error), "trace": trace[-20_000:]}

@@ -87,14 +87,14 @@ class Raised(Exception):
     The process continues.
     """
 
-    def __init__(self, told: Mapping[str, str]) -> None:
-        """told: `process_main.told`."""
-        self.kind, self.message, self.where = told["kind"], told["error"], told["where"]
+    def __init__(self, words: Mapping[str, str]) -> None:
+        """words: of `process_main.described`."""
+        self.kind, self.message, self.where = words["kind"], words["error"], words["where"]
         super().__init__(f"{self.kind}: {self.message}" + (f" ({self.where})" if self.where else ""))
-        self.__cause__ = Traceback(told["trace"]) if told["trace"] else None
+        self.__cause__ = Traceback(words["trace"]) if words["trace"] else None
 
 
-class Process:
+class WorkerProcess:
     """The parent's end of one worker process.  Its start continues beside the parent's own work until it is first asked.
 
     One thread at a time may ask; any may `fork`, `kill` and `end`.   Whatever asks raises NotStarted, TimeoutError at its deadline
@@ -147,7 +147,7 @@ class Process:
             except TimeoutError:
                 raise NotStarted(f"it did not start within {START_SECONDS:g} s") from None
 
-    def fork(self) -> Process:
+    def fork(self) -> WorkerProcess:
         """A copy of the process as it is now, which is killed alone; it ends with this one."""
         self.ready()
         with _starting:
@@ -155,7 +155,7 @@ class Process:
             _ends.update((lifeline, channel))
             with other, remote, self._watched():
                 send(self._channel, b"", time.monotonic() + SEND_SECONDS, [other, remote])
-        fork = object.__new__(Process)
+        fork = object.__new__(WorkerProcess)
         fork._lifeline, fork._channel, fork._process, fork._begun = lifeline, channel, None, None
         fork.kill = weakref.finalize(fork, _terminate, os.getpid(), None, lifeline, channel)
         return fork
@@ -355,15 +355,15 @@ class Pool:
     """
 
     def __init__(self, target: str, *setup: Any, size: int, seconds: float, max_calls: int | None = None, **options: Any) -> None:
-        """`seconds`: wall-clock deadline of a call.  `max_calls`: a process retires after so many.  The rest as of `Process`."""
+        """`seconds`: wall-clock deadline of a call.  `max_calls`: a process retires after so many.   options: `WorkerProcess`'s."""
         self.size, self.seconds, self.max_calls = size, seconds, max_calls
-        self._make = lambda: Process(target, *setup, **options)
+        self._make = lambda: WorkerProcess(target, *setup, **options)
         self._reset()
 
     def _reset(self) -> None:
         self._owner = os.getpid()
-        self._idle: list[tuple[Process, int]] = []
-        self._busy = set[Process]()
+        self._idle: list[tuple[WorkerProcess, int]] = []
+        self._busy = set[WorkerProcess]()
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(self.size)
 

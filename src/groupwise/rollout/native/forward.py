@@ -129,7 +129,7 @@ class SpecialisedForward:
         inner = matrix_of(mlp.inputs[0])[0].shape[0]
         self.operations = Operations(tables, (self.width // 2 if attention.rotary else self.width, inner), dtype=self.dtype)
         self.activation = self.operations.gated if mlp.gated else self.operations.gelu
-        self.rotary: decoding.Rotary | None = None
+        self.rotary: decoding.PreparedRotary | None = None
         if stack.rotary is not None:
             place_P = torch.arange(positions, device=self.embedding_VD.device)
             cos, sin = stack.rotary(self.embedding_VD[:1], place_P[None])
@@ -168,10 +168,10 @@ class SpecialisedForward:
         assert self.rotary is not None
         return column.view(-1, self.width, *column.shape[1:])[:, self.rotary.order_W].flatten(0, 1)
 
-    def _norm(self, norm: Norm) -> decoding.Norm:
+    def _norm(self, norm: Norm) -> decoding.PreparedNorm:
         return self.operations.norm(norm.weight_D, norm.eps, norm.bias_D)
 
-    def _head_norm(self, attention: Attention) -> decoding.Norm | None:
+    def _head_norm(self, attention: Attention) -> decoding.PreparedNorm | None:
         if attention.head_norms is None:
             return None
         query, key = (describe(module) for module in attention.head_norms)
