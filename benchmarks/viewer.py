@@ -70,7 +70,6 @@ def sweep(asker: Asker, steps: int, times: int) -> None:
             f"visits?run=0&key={group['key']}",
             f"search?run=0&text=carry%2042&cursor={step}",
             f"search?run=0&text=nowhere&cursor={step}",
-            f"why?run=0&before0={max(1, step - 20)}&before1={max(1, step - 11)}&after0={max(1, step - 10)}&after1={step}",
             f"lenses?run=0&first={max(1, step - 9)}&last={step}",
             "curves?run=0&names=reward,entropy",
             "pulse",

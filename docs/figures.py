@@ -107,7 +107,6 @@ def main(real: Path, hacked: Path | None) -> None:
             [
                 ("hacked.png", hacked, "#step=60&by=push", 860),
                 ("hacked-lenses.png", hacked, "#view=lenses", 1100),
-                ("viewer-why.png", hacked, "#view=why", 860),
             ]
         )
 

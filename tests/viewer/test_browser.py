@@ -132,7 +132,7 @@ def test_steps_and_groups_by_keyboard_and_the_address_follows(viewer: Callable, 
     page.wait_for_selector(f".group-head h2 >> text={first}")
     page.keyboard.press("f")
     page.wait_for_selector(".steps h1 >> text=Step 40")
-    for key, view in (("c", "curves"), ("y", "why"), ("l", "lenses"), ("i", "config"), ("d", "compare"), ("/", "search")):
+    for key, view in (("c", "curves"), ("l", "lenses"), ("i", "config"), ("d", "compare"), ("/", "search")):
         page.keyboard.press(key)
         settled(page, view)
     assert page.evaluate("document.activeElement.id") == "search-text"
@@ -215,16 +215,6 @@ def test_curves_lie_over_each_other_by_step_tokens_and_time(
     page.mouse.click(over["x"] + over["width"] / 2, over["y"] + 40)
     settled(page)
     assert "step=" in page.url
-
-
-@pytest.mark.slow
-def test_why_leads_to_the_completions(viewer: Callable, run_folder: Path, tab: Tab) -> None:
-    page = tab(viewer(run_folder).address + "#view=why&before0=11&before1=20&after0=21&after1=30")
-    page.wait_for_selector(".moves")
-    page.get_by_role("link", name="therefore", exact=True).click()
-    settled(page, "search")
-    page.wait_for_selector(".found mark")
-    assert "first=21" in page.url
 
 
 @pytest.mark.slow
@@ -331,14 +321,13 @@ def test_hostile_completions_are_text(
             "#step=1",
             "#step=1&blanks=1",
             "#view=search&text=script",
-            "#view=why",
             "#view=lenses",
             "#view=curves",
             "#view=config",
         ]
     else:
         address = export([hostile_folder], tmp_path / "report.html").as_uri()
-        views = ["", "#view=why", "#view=lenses"]
+        views = ["", "#view=lenses"]
     page = tab(address)
     for hash_ in views:
         page.goto("about:blank")  # an address that differs behind the # alone would not load the page again
@@ -395,7 +384,7 @@ def test_a_report_is_the_application_without_a_server(run_folder: Path, other_fo
     page.keyboard.press("ArrowLeft")
     until(page, "document.querySelector('.steps h1 b').innerText !== '40'")
     assert cards(page)
-    for view in ("curves", "why", "lenses", "config", "compare", "search"):
+    for view in ("curves", "lenses", "config", "compare", "search"):
         page.goto(path.as_uri() + f"#view={view}")
         settled(page, view)
         assert page.locator("main [role=alert]").count() == 0, view
@@ -419,7 +408,7 @@ def test_a_bad_page_says_so_and_the_next_one_works(viewer: Callable, made: Any, 
 def test_no_view_is_wider_than_its_window(viewer: Callable, run_folder: Path, tab: Tab, width: int, scheme: str) -> None:
     address = viewer(run_folder).address
     page = tab(address, width=width, scheme=scheme)
-    for view in ("groups", "curves", "search", "compare", "why", "lenses", "config"):
+    for view in ("groups", "curves", "search", "compare", "lenses", "config"):
         page.goto(f"{address}#view={view}")
         settled(page, view)
         page.wait_for_timeout(150)
@@ -433,7 +422,7 @@ def test_no_view_is_wider_than_its_window(viewer: Callable, run_folder: Path, ta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("view", ["groups", "curves", "search&text=so", "compare", "why", "lenses", "config"])
+@pytest.mark.parametrize("view", ["groups", "curves", "search&text=so", "compare", "lenses", "config"])
 def test_axe_finds_nothing_serious(viewer: Callable, run_folder: Path, tab: Tab, axe: Callable, scheme: str, view: str) -> None:
     page = tab(viewer(run_folder).address + f"#view={view}", scheme=scheme)
     settled(page, view.split("&")[0])

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupwise.config.schema import lookup
-from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
@@ -188,30 +187,6 @@ def test_a_search_answers_in_time_and_says_where_to_go_on(pages: Pages, made: An
     assert second["next"] == 38
 
 
-def test_why_names_what_changed(pages: Pages) -> None:
-    """From step 21 on the made-up completions say `therefore` instead of `so`, and rewards rise all the time."""
-    shown = pages.answer("why", {"run": "0", "before0": "11", "before1": "20", "after0": "21", "after1": "30"})
-    phrases = {phrase["phrase"]: phrase for phrase in shown["phrases"]}
-    assert phrases["therefore"]["before"] == 0.0
-    assert phrases["therefore"]["after"] == 1.0
-    assert shown["reward"][1] > shown["reward"][0]
-    assert {row["name"] for row in shown["functions"]} == {"accuracy", "format"}
-    assert {row["name"] for row in shown["features"]} == {"length", "lines", "digits", "repetition"}
-
-
-def test_what_a_tool_answered_is_not_what_the_policy_wrote() -> None:
-    table = pa.table(
-        {
-            "completion_text": ["2+2 <tool_response>4</tool_response> 4", "all mine"],
-            "completion_ids": [[0, 1, 0, 2], [0, 0]],
-            "trained": [[True, False, True, True], [True, True]],
-        }
-    )
-    vocabulary = Vocabulary(pieces=[b"four ", b"<tool_response>4</tool_response>", b"<|end|>"], special=frozenset([2]))
-    assert questions._written(table, vocabulary) == ["four four ", "all mine"]
-    assert questions._written(table, None) == table.column("completion_text").to_pylist()
-
-
 def test_search_shows_the_answer_of_the_row() -> None:
     assert [questions._gold(row) for row in ('{"answer": 4, "x": 1}', '{"solution": "5"}', '{"x": 1}', "[1]", None)] == [
         "4",
@@ -236,15 +211,6 @@ def test_the_keys_that_a_recipe_sets_are_told_apart(trained: Path) -> None:
     shown = pages_of(trained).answer("config", {"run": "0"})
     assert {"objective", "name", "group.group_size", "optimizer.lr", "eval.at_start"} <= set(shown["set"])
     assert not {"group.beta", "rollout.temperature", "save.keep", "eval.temperature"} & set(shown["set"])
-
-
-def test_why_finds_the_largest_move_itself(made: Any, tmp_path: Path) -> None:
-    folder = made.make_run(tmp_path / "jumping", 12)
-    lines = [{"step": n, "reward": 0.1 if n < 7 else 0.9} for n in range(1, 13)]
-    (folder / runlog.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = pages_of(folder).answer("why", {"run": "0"})
-    assert shown["before"] == [4, 6]
-    assert shown["after"] == [7, 9]
 
 
 def test_lenses_show_conflicts_and_duplicates(pages: Pages) -> None:
@@ -514,34 +480,6 @@ def test_the_large_run_of_the_benchmark_is_a_run(made: Any, tmp_path: Path) -> N
     assert len(shown["completions"]) == 3
 
 
-def test_why_correlates_phrases_as_numpy_does() -> None:
-    chance = np.random.default_rng(0)
-    words = ["so", "then", "add", "carry", "one", "done"]
-    texts = [" ".join(chance.choice(words, int(chance.integers(1, 5)))) for _ in range(80)]
-    reward, late = chance.random(80), np.arange(80) >= 40
-    reward[::9] = np.nan
-    known = np.isfinite(reward)
-    found = questions._phrases(texts, reward, late, limit=100)
-    assert len(found) > 4
-    for phrase in found:
-        has = np.array([phrase["phrase"] in questions._grams(text) for text in texts], float)
-        assert phrase["before"] == pytest.approx(has[~late].mean())
-        assert phrase["after"] == pytest.approx(has[late].mean())
-        assert phrase["correlation"] == pytest.approx(questions.correlation(has, reward))
-        assert phrase["with"] == pytest.approx(reward[known & (has == 1)].mean())
-        assert phrase["without"] == pytest.approx(reward[known & (has == 0)].mean())
-
-
-def test_why_looks_at_a_sample_of_the_longest_run(run_folder: Path) -> None:
-    """What the page costs does not grow with the run."""
-    opened = pages_of(run_folder)
-    read: list[int] = []
-    table = opened.sources[0].table
-    opened.sources[0].table = lambda step, *rest: (read.append(step), table(step, *rest))[1]  # type: ignore[method-assign]
-    opened.answer("why", {"run": "0", "before0": "1", "before1": "20", "after0": "21", "after1": "40"})
-    assert len(read) == 24
-
-
 def test_many_runs_are_opened_and_only_the_one_that_is_looked_at_is_read(made: Any, tmp_path: Path) -> None:
     """200 runs and 1,024 descriptors: no file stays open, no thread waits, no log is read to its end."""
     first = made.make_run(tmp_path / "run000", 3)
@@ -563,12 +501,3 @@ def test_many_runs_are_opened_and_only_the_one_that_is_looked_at_is_read(made: A
         assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
     finally:
         pages.stop()
-
-
-def test_parts_of_one_phrase_are_one_row() -> None:
-    """A call's words come and go together: the longest phrase stands for all."""
-    old, new = ["so it is four"] * 20, ["call add with two words"] * 15 + ["so it is four"] * 5
-    reward = np.array([0.0] * 20 + [1.0] * 15 + [0.0] * 5)
-    rows = questions._phrases([*old, *new], reward, np.arange(40) >= 20)
-    numbers = [(row["before"], row["after"], row["with"], row["without"]) for row in rows]
-    assert len(numbers) == len(set(numbers)) == 2

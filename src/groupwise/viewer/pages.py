@@ -45,7 +45,6 @@ class Pages:
             "more": self.more,
             "visits": self.visits,
             "search": self.search,
-            "why": self.why,
             "lenses": self.lenses,
             "compare": self.compare,
             "config": self.config,
@@ -187,18 +186,6 @@ class Pages:
         )
         index = self.indexes[self._number(parameters)]
         return questions.search(self._source(parameters), index, query, cursor=_whole(parameters, "cursor"))
-
-    def why(self, parameters: Parameters) -> Json:
-        """What changed between two stretches of steps; where none are named, those between which the reward moved most."""
-        source = self._source(parameters)
-        ends = [_whole(parameters, name) for name in ("before0", "before1", "after0", "after1")]
-        if any(end is None for end in ends):
-            metrics = source.metrics()
-            found = questions.jump(metrics.steps, metrics.values["reward"]) if "reward" in metrics.values else None
-            if found is None:
-                raise DataError("there are too few steps with a reward to compare two stretches")
-            ends = list(found)
-        return questions.why(source, (ends[0], ends[1]), (ends[2], ends[3]))  # type: ignore[arg-type]
 
     def lenses(self, parameters: Parameters) -> Json:
         """Signs of reward hacking in a stretch of steps; the last ten where none is named."""

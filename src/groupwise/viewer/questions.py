@@ -1,4 +1,4 @@
-"""Questions about a run: which completions hold a text, why the reward moved, whether it is being hacked, how two steps differ.
+"""Questions about a run: which completions hold a text, whether the reward is being hacked, how two steps differ.
 
 Every answer names completions by step, group and index, so that whatever is claimed is one click away from what was written.
 """
@@ -8,16 +8,14 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.viewer.groups import Json, excerpt, key_of, lengths_of, loaded, mean, numbers, plain, reward_names
@@ -28,14 +26,10 @@ BUDGET = 0.15
 """Seconds of a search's one answer; where they do not suffice, it says where to go on."""
 PAGE = 60
 """Completions of an answer."""
-SAMPLE = 300
-"""Completions that a comparison of two stretches reads of each."""
 SCATTER = 2000
 """Completions of a picture."""
 READ = 600
-"""Characters of a completion in which phrases are counted."""
-MOST_PHRASES = 2000
-"""Phrases whose relation to the reward is computed, the most frequent first."""
+"""Characters of a completion in which repetitions are counted."""
 AROUND = 80
 """Characters on each side of what was found."""
 
@@ -155,229 +149,6 @@ def _around(text: str, wanted: str) -> str:
     return ("\u2026" if begin else "") + text[begin:end] + ("\u2026" if end < len(text) else "")
 
 
-# ---------------------------------------------------------------- why did the reward move
-
-
-def jump(steps: Sequence[int], rewards: Sequence[float]) -> tuple[int, int, int, int] | None:
-    """The two neighbouring stretches of steps between which the mean reward differs most: (first, last) of each.
-
-    >>> jump(range(1, 9), [0, 0, 0, 0, 1, 1, 1, 1])
-    (2, 4, 5, 7)
-    """
-    known = [(step, reward) for step, reward in zip(steps, rewards, strict=True) if step > 0 and np.isfinite(reward)]
-    width = max(3, len(known) // 20)
-    if len(known) < 2 * width:
-        width = len(known) // 2
-    if not width:
-        return None
-    values = np.array([reward for _, reward in known])
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    means = (sums[width:] - sums[:-width]) / width
-    place = int(np.argmax(np.abs(means[width:] - means[:-width])))
-    number = [step for step, _ in known]
-    return number[place], number[place + width - 1], number[place + width], number[place + 2 * width - 1]
-
-
-def why(source: CompletionSource, before: tuple[int, int], after: tuple[int, int]) -> Json:
-    """What changed between two stretches of steps, and how far it goes with the reward.
-
-    `functions`, `finish`, `features`: what each was before and after, and its correlation with the reward over both.
-    `phrases`: words and short sequences, ranked by how much more (or less) frequent they became times how strongly they go with
-    the reward; `share`s of completions that hold them, and the mean reward of those that do and do not.
-    """
-    old, new = _gather(source, before), _gather(source, after)
-    reward = np.concatenate([old["reward"], new["reward"]])
-    late = np.r_[np.zeros(len(old["reward"]), bool), np.ones(len(new["reward"]), bool)]
-    features = [
-        _feature(name, np.concatenate([old["features"][name], new["features"][name]]), reward, late) for name in old["features"]
-    ]
-    functions = [
-        _feature(
-            name,
-            np.concatenate([old["functions"].get(name, _nothing(old)), new["functions"].get(name, _nothing(new))]),
-            reward,
-            late,
-        )
-        for name in dict.fromkeys([*old["functions"], *new["functions"]])
-    ]
-    reasons = sorted({*old["finish"], *new["finish"]} - {""})
-    ended = np.array([*old["finish"], *new["finish"]])
-    finish = [_feature(reason, (ended == reason).astype(float), reward, late) for reason in reasons]
-    return {
-        "before": [*before],
-        "after": [*after],
-        "reward": [mean(old["reward"]), mean(new["reward"])],
-        "completions": [len(old["reward"]), len(new["reward"])],
-        "functions": functions,
-        "finish": finish,
-        "features": sorted(features, key=lambda feature: -abs(feature["moved"] * (feature["correlation"] or 0.0))),
-        "phrases": _phrases([*old["text"], *new["text"]], reward, late),
-    }
-
-
-def _scored(source: CompletionSource, step: int, *more: str) -> pa.Table:
-    """The texts and rewards of a step, and `more` columns."""
-    return source.table(step, ("group", "index", "completion_text", "reward", "finish", "trained", "rewards/", *more))
-
-
-def _written(table: pa.Table, vocabulary: Vocabulary | None) -> list[str]:
-    """What the policy wrote of each completion: answers of tools and environments are left out, where tokens are known."""
-    texts = [text or "" for text in table.column("completion_text").to_pylist()]
-    if vocabulary is None or not {"trained", "completion_ids"} <= set(table.column_names):
-        return texts
-    columns = (table.column(name).to_pylist() for name in ("completion_ids", "trained"))
-    for place, (ids, trained) in enumerate(zip(*columns, strict=True)):
-        if ids and trained and not all(trained):
-            own = [token for token, mine in zip(ids, trained, strict=True) if mine and token not in vocabulary.special]
-            texts[place] = "".join(vocabulary.texts(own))
-    return texts
-
-
-def _nothing(part: Json) -> np.ndarray:
-    return np.full(len(part["reward"]), np.nan)
-
-
-def _gather(source: CompletionSource, stretch: tuple[int, int]) -> Json:
-    """A sample of the completions of a stretch of steps."""
-    steps = [step for step in source.steps() if stretch[0] <= step <= stretch[1]]
-    tables: list[pa.Table] = []
-    count = 0
-    # From the middle of the stretch outwards would favour nothing; evenly spread steps are read until there are enough.
-    for step in (steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int)) if steps else ():
-        try:
-            table = _scored(source, step, "completion_ids")
-        except DataError:
-            continue
-        table = table.slice(0, max(1, SAMPLE // min(len(steps), 12)))
-        tables.append(table)
-        count += len(table)
-    if not count:
-        raise DataError(f"no completions of steps {stretch[0]} to {stretch[1]} are recorded")
-    table = pa.concat_tables(tables, promote_options="permissive")
-    texts = _written(table, source.vocabulary())
-    finish = [value or "" for value in table.column("finish").to_pylist()] if "finish" in table.column_names else [""] * len(table)
-    return {
-        "reward": numbers(table, "reward"),
-        "functions": {name: numbers(table, f"rewards/{name}") for name in reward_names(table.column_names)},
-        "finish": finish,
-        "text": texts,
-        "features": {
-            "length": lengths_of(table).astype(float),
-            "lines": np.array([text.count("\n") + 1 for text in texts], float),
-            "digits": np.array([sum(map(str.isdigit, text[:READ])) / max(len(text[:READ]), 1) for text in texts]),
-            "repetition": np.array([repetition(text) for text in texts]),
-        },
-    }
-
-
-def _feature(name: str, values: np.ndarray, reward: np.ndarray, late: np.ndarray) -> Json:
-    return {
-        "name": name,
-        "before": mean(values[~late]),
-        "after": mean(values[late]),
-        "moved": _moved(values, late),
-        "correlation": correlation(values, reward),
-    }
-
-
-def _moved(values: np.ndarray, late: np.ndarray) -> float:
-    """Difference of the means in standard deviations of all."""
-    known = values[np.isfinite(values)]
-    scale = float(known.std()) if known.size else 0.0
-    if scale == 0.0 or not np.isfinite(values[late]).any() or not np.isfinite(values[~late]).any():
-        return 0.0
-    return float((np.nanmean(values[late]) - np.nanmean(values[~late])) / scale)
-
-
-def correlation(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Pearson's, over what is known; None where one of them is constant."""
-    known = np.isfinite(x) & np.isfinite(y)
-    if known.sum() < 3 or x[known].std() == 0.0 or y[known].std() == 0.0:
-        return None
-    return float(np.corrcoef(x[known], y[known])[0, 1])
-
-
-def repetition(text: str) -> float:
-    """Share of a text's three-word sequences that stand in it more than once already.
-
-    >>> repetition("one two three four"), repetition("no no no no no no")
-    (0.0, 0.75)
-    """
-    words = _WORD.findall(text[:READ])
-    triples = list(zip(words, words[1:], words[2:], strict=False))
-    return 1.0 - len(set(triples)) / len(triples) if triples else 0.0
-
-
-def _phrases(texts: Sequence[str], reward: np.ndarray, late: np.ndarray, limit: int = 16) -> list[Json]:
-    held = [_grams(text) for text in texts]
-    count = Counter(chain.from_iterable(held))
-    least = max(3, len(texts) // 50)
-    chosen = [gram for gram, times in count.most_common(MOST_PHRASES) if least <= times <= len(texts) - least]
-    place = {gram: i for i, gram in enumerate(chosen)}
-    has = np.zeros((len(chosen), len(texts)), np.float32)
-    for column, grams in enumerate(held):
-        has[[place[gram] for gram in grams & place.keys()], column] = 1.0
-    before, after = (has[:, part].mean(1) for part in (~late, late))
-    known = np.isfinite(reward)
-    has, earned = has[:, known].astype(np.float64), reward[known]
-    times, among = has.sum(1), max(int(known.sum()), 1)
-    with_it = has @ earned
-    apart = earned - (earned.mean() if among > 1 else 0.0)
-    scale = np.sqrt(times * (1.0 - times / among) * np.square(apart).sum())
-    rows = zip(
-        chosen,
-        before.tolist(),
-        after.tolist(),
-        times.tolist(),
-        with_it.tolist(),
-        (has @ apart).tolist(),
-        scale.tolist(),
-        strict=True,
-    )
-    phrases = []
-    for gram, was, now, n, total, covaries, size in rows:
-        related = covaries / size if size > 0.0 and among >= 3 else None
-        phrases.append(
-            {
-                "phrase": gram,
-                "before": was,
-                "after": now,
-                "correlation": related,
-                "with": total / n if n else None,
-                "without": (float(earned.sum()) - total) / (among - n) if among > n else None,
-                "rank": abs(now - was) * (abs(related or 0.0) + 0.05),
-            }
-        )
-    phrases.sort(key=lambda phrase: (-phrase["rank"], -len(phrase["phrase"])))
-    different: dict[Any, Json] = {}
-    for phrase in phrases:  # of parts of one phrase, whose numbers are the same, the longest stands for all
-        different.setdefault((phrase["before"], phrase["after"], phrase["with"], phrase["without"]), phrase)
-    return _apart(different.values(), limit)
-
-
-def _apart(ranked: Iterable[Json], limit: int) -> list[Json]:
-    """The best of those that say the same: a phrase that is part of a better one, with the same numbers, is left out."""
-    kept: list[Json] = []
-    for phrase in ranked:
-        same = (
-            other for other in kept
-            if (phrase["phrase"] in other["phrase"] or other["phrase"] in phrase["phrase"])
-            and abs(other["after"] - phrase["after"]) < 0.05 and abs(other["before"] - phrase["before"]) < 0.05
-        )  # fmt: skip
-        if next(same, None) is None:
-            kept.append(phrase)
-        if len(kept) == limit:
-            break
-    return kept
-
-
-def _grams(text: str) -> set[str]:
-    """Words and sequences of two and three of them, as they stand in the text, so that a search finds them."""
-    text = text[:READ]
-    spans = [match.span() for match in _WORD.finditer(text)]
-    return {text[spans[i][0] : spans[i + n - 1][1]] for n in (1, 2, 3) for i in range(len(spans) - n + 1)}
-
-
 # ---------------------------------------------------------------- signs of reward hacking
 
 
@@ -395,7 +166,7 @@ def lenses(source: CompletionSource, first: int, last: int) -> Json:
     tables = []
     for step in chosen:
         try:
-            table = _scored(source, step)
+            table = source.table(step, ("group", "index", "completion_text", "reward", "finish", "trained", "rewards/"))
         except DataError:
             continue
         tables.append(
@@ -428,6 +199,25 @@ def lenses(source: CompletionSource, first: int, last: int) -> Json:
         "duplicates": _duplicates(place, texts, reward),
         "unit": "tokens" if "trained" in table.column_names else "characters",
     }
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Pearson's, over what is known; None where one of them is constant."""
+    known = np.isfinite(x) & np.isfinite(y)
+    if known.sum() < 3 or x[known].std() == 0.0 or y[known].std() == 0.0:
+        return None
+    return float(np.corrcoef(x[known], y[known])[0, 1])
+
+
+def repetition(text: str) -> float:
+    """Share of a text's three-word sequences that stand in it more than once already.
+
+    >>> repetition("one two three four"), repetition("no no no no no no")
+    (0.0, 0.75)
+    """
+    words = _WORD.findall(text[:READ])
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    return 1.0 - len(set(triples)) / len(triples) if triples else 0.0
 
 
 def _conflicts(functions: dict[str, np.ndarray], place: dict[str, np.ndarray]) -> list[Json]:

@@ -1,8 +1,8 @@
 """One self-contained page: the application with a run's most telling parts inside, to be mailed and kept.
 
 It is the same application over answers that were asked beforehand: curves, the first and the last step, the two around the largest
-move of the reward, of each the most informative groups with their tokens, what changed, signs of reward hacking, configuration and
-environment.  It needs no server and no network, and its policy allows neither.
+move of the reward, of each the most informative groups with their tokens, signs of reward hacking, configuration and environment.
+It needs no server and no network, and its policy allows neither.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from groupwise.errors import DataError
 from groupwise.utils import files
@@ -77,9 +79,8 @@ def _answers(pages: Pages, count: int) -> dict[str, Any]:
         if not run["newest"] and run["newest"] != 0:
             ask("health", run=i)
             continue
-        change = ask("why", run=i)
         ask("lenses", run=i)
-        kept = {TRAINING: _telling(pages.sources[i], change), HELD_OUT: run["evaluations"][-1:]}
+        kept = {TRAINING: _telling(pages.sources[i]), HELD_OUT: run["evaluations"][-1:]}
         run["kept"] = kept
         for kind, steps in kept.items():
             for step in list(steps):
@@ -106,11 +107,31 @@ def _shorten(completion: dict[str, Any]) -> None:
             columns[name] = values[:1]
 
 
-def _telling(source: CompletionSource, change: dict[str, Any]) -> list[int]:
+def _telling(source: CompletionSource) -> list[int]:
     """The first and the last step, and those around the largest move of the reward."""
-    steps = source.steps()
-    wanted = [steps[0], steps[-1], *(change.get("before") or [])[1:], *(change.get("after") or [])[:1]]
-    return sorted({min(steps, key=lambda step: abs(step - near)) for near in wanted})
+    steps, metrics = source.steps(), source.metrics()
+    moved = _largest_move(metrics.steps, metrics.values["reward"]) if "reward" in metrics.values else ()
+    return sorted({min(steps, key=lambda step: abs(step - near)) for near in (steps[0], steps[-1], *moved)})
+
+
+def _largest_move(steps: Sequence[int], rewards: Sequence[float]) -> tuple[int, ...]:
+    """The last and the first step of the two neighbouring stretches between which the mean reward differs most.
+
+    >>> _largest_move(range(1, 9), [0, 0, 0, 0, 1, 1, 1, 1])
+    (4, 5)
+    """
+    known = [(step, reward) for step, reward in zip(steps, rewards, strict=True) if step > 0 and np.isfinite(reward)]
+    width = max(3, len(known) // 20)
+    if len(known) < 2 * width:
+        width = len(known) // 2
+    if not width:
+        return ()
+    values = np.array([reward for _, reward in known])
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    means = (sums[width:] - sums[:-width]) / width
+    place = int(np.argmax(np.abs(means[width:] - means[:-width])))
+    number = [step for step, _ in known]
+    return number[place + width - 1], number[place + width]
 
 
 def _page(pages: Pages, answers: dict[str, Any]) -> str:

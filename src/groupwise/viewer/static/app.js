@@ -6,7 +6,6 @@ const TABS = [
   ["curves", "Curves", "c"],
   ["search", "Search", "/"],
   ["compare", "Compare", "d"],
-  ["why", "Why", "y"],
   ["lenses", "Lenses", "l"],
   ["config", "Config", "i"],
 ];
@@ -130,7 +129,7 @@ const KEYS = [
   ["0", "no colours"],
   ["w", "show spaces, ends of lines and special tokens"],
   ["e", "training or held-out completions"],
-  ["g c / d y l i", "groups, curves, search, compare, why, lenses, configuration"],
+  ["g c / d l i", "groups, curves, search, compare, lenses, configuration"],
   ["r", "the next run"],
   ["u", "copy the link to this view"],
   ["t", "light or dark"],
@@ -277,7 +276,7 @@ async function pulse() {
     const now = runHere();
     const moved = now.newest !== before.newest || now.last !== before.last || now.state !== before.state;
     if (moved) {
-      forget("curves", "health", "lenses", "why", "runs");
+      forget("curves", "health", "lenses", "runs");
       const busy = /^(INPUT|SELECT)$/.test(document.activeElement?.tagName) || document.activeElement?.closest?.(".text");
       if (here.view === "groups" && here.step === undefined && !busy) arrive();
       else if (here.view === "curves" && !busy) arrive();

@@ -1133,133 +1133,7 @@ function configTable(runs, found, keys, part) {
   );
 }
 
-// ---------------------------------------------------------------- why did the reward move
-
-VIEWS.why = async (main) => {
-  const run = runHere(),
-    still = staying();
-  const ends = ["before0", "before1", "after0", "after1"];
-  const body = h("div");
-  fill(main, body);
-  fill(body, panel("Why did the reward move?", skeleton(6)));
-  let found;
-  try {
-    found = await ask("why", { run: run.run, ...Object.fromEntries(ends.map((end) => [end, here[end]])) });
-  } catch (error) {
-    if (still()) fill(body, panel("Why did the reward move?", failed(error)));
-    return;
-  }
-  const curves = await askCurves(run.run, run.first);
-  if (!still()) return;
-  const [was, is] = found.reward,
-    stretch = ([a, b]) => (a === b ? `step ${a}` : `steps ${a} to ${b}`);
-  const numbersOf = () => Object.fromEntries(ends.map((end) => [end, form.elements[end].value]));
-  const form = h(
-    "form",
-    {
-      class: "controls",
-      onsubmit: (event) => {
-        event.preventDefault();
-        go(numbersOf());
-      },
-    },
-    [
-      ["Before", 0],
-      ["After", 2],
-    ].map(([label, i]) =>
-      h(
-        "fieldset",
-        {},
-        h("legend", { text: label }),
-        field("from step", { name: ends[i], type: "number", class: "short", value: found[label.toLowerCase()][0] }),
-        field("to", { name: ends[i + 1], type: "number", class: "short", value: found[label.toLowerCase()][1] }),
-      ),
-    ),
-    ANSWERS ? null : h("button", { type: "submit", class: "main", text: "Compare" }),
-    here.before0 !== undefined
-      ? h("button", {
-          type: "button",
-          onclick: () => go(Object.fromEntries(ends.map((end) => [end, null]))),
-          text: "Largest move",
-        })
-      : null,
-  );
-  const searchFor = (more) => linkTo({ view: "search", first: found.after[0], last: found.after[1], ...more });
-  const moves = (rows, name, link) =>
-    table(
-      "moves",
-      name,
-      [name, "before", "after", "goes with the reward"],
-      rows.map((row) => [
-        link ? h("a", { href: link(row), text: row.name }) : row.name,
-        fmt(row.before),
-        fmt(row.after),
-        relation(row.correlation),
-      ]),
-    );
-  fill(
-    body,
-    panel(
-      "Why did the reward move?",
-      h(
-        "p",
-        { class: "lead" },
-        `Between ${stretch(found.before)} and ${stretch(found.after)} the mean reward went from `,
-        h("b", { text: fmt(was) }),
-        " to ",
-        h("b", { text: fmt(is) }),
-        `, by ${fmt(is - was, true)}. ${here.before0 === undefined ? "It is the largest move of the run." : ""}`,
-      ),
-      curves.values.reward
-        ? scrubber(curves, "reward", stepsOf(run, "training"), found.after[0], (step) => {
-            const width = found.after[1] - found.after[0];
-            go({ before0: Math.max(1, step - width - 1), before1: Math.max(1, step - 1), after0: step, after1: step + width });
-          })
-        : null,
-      h("p", {
-        class: "hint",
-        text:
-          `Read: ${many(found.completions[0], "completion")} before, ${found.completions[1].toLocaleString("en")} after. ` +
-          "What goes with the reward need not cause it: follow a link and read.",
-      }),
-      form,
-    ),
-    h(
-      "div",
-      { class: "two" },
-      panel(
-        "What is written",
-        found.phrases.length
-          ? table(
-              "moves",
-              "phrases",
-              ["phrase", "share before", "after", "reward with it", "without"],
-              found.phrases.map((one) => [
-                h("a", { class: "phrase", href: searchFor({ text: one.phrase }) }, ...visible(one.phrase, true)),
-                percent(one.before),
-                percent(one.after),
-                fmt(one.with),
-                fmt(one.without),
-              ]),
-            )
-          : empty("No word or phrase became more or less frequent."),
-      ),
-      h(
-        "div",
-        {},
-        panel(
-          "Reward functions",
-          moves(found.functions, "function", (row) => searchFor({ function: row.name })),
-        ),
-        panel("Form", moves(found.features, "of the text")),
-        panel(
-          "How completions ended",
-          moves(found.finish, "finish", (row) => searchFor({ finish: row.name })),
-        ),
-      ),
-    ),
-  );
-};
+// ---------------------------------------------------------------- signs of reward hacking
 
 /** What reward and held-out accuracy say together: from the means of the first and the last fifth of each. */
 function verdictOf(reward, accuracy) {
@@ -1291,8 +1165,6 @@ function relation(correlation) {
     `${words}${size > 0.1 ? (correlation > 0 ? " up" : " down") : ""}`,
   );
 }
-
-// ---------------------------------------------------------------- signs of reward hacking
 
 VIEWS.lenses = async (main) => {
   const run = runHere(),
