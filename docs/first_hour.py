@@ -68,9 +68,9 @@ def digits(completions, answer, **_):
     """The share of the answer's digits that are right, from the last one on."""
     rewards = []
     for text, gold in zip(completions, answer):
-        found = re.findall(r"\\d+", text)
-        said = found[-1] if found else ""
-        rewards.append(sum(a == b for a, b in zip(reversed(said), reversed(gold))) / len(gold))
+        numbers = re.findall(r"\\d+", text)
+        last = numbers[-1] if numbers else ""
+        rewards.append(sum(a == b for a, b in zip(reversed(last), reversed(gold))) / len(gold))
     return rewards
 '''
 RECIPE = """\
@@ -140,7 +140,7 @@ PARTS = (
     ),
     Part(
         "Evaluate, look, share",
-        "An evaluation asks what the run held out, as the run asked it. `--data FILE` takes other rows.",
+        "An evaluation samples answers to the prompts that the run held out. `--data FILE` takes other rows.",
         runs=(
             Run("groupwise eval runs/mine", fast="groupwise eval runs/mine --limit 4"),
             Run(

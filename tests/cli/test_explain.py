@@ -119,6 +119,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--rewards", "-1,none,0.5,0", "--lengths", "1,1,2,3", "--preset", "dapo", "--mu", "1", "--beta", "0.1", "--lr", "2"]
     assert commands.main(["explain", *given]) == 0
     assert "None" in capsys.readouterr().out
+    assert commands.main(["explain", "--preset", "dpo"]) == 2
+    assert "'dpo' learns from a data set" in capsys.readouterr().err
     assert commands.main(["explain", "--preset", "ppo2"]) == 2
     capsys.readouterr()
     assert commands.main(["explain", "--lengths", "-1,2,3"]) == 2

@@ -99,7 +99,7 @@ def test_plain_lines_without_a_terminal() -> None:
             progress.update(step(number, **metrics, **{"tokens/per_second": 12_345.0, "loss": 7.0}))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("step ")]
     assert len(lines) == 100  # one a step
-    assert lines[0] == "step 1/100  reward 0.010  dead 25%  kl 0.010  entropy 1.500  length 32  tok/s 12.3k  left 1m39s"
+    assert lines[0] == "step 1/100  left 1m39s  reward 0.010  dead 25%  kl 0.010  entropy 1.500  length 32  tok/s 12.3k"
     assert lines[-1].startswith("step 100/100  reward 1.000")
     assert "left" not in lines[-1]
     assert "loss" not in file.getvalue()  # a policy-gradient loss tells nothing
@@ -110,7 +110,7 @@ def test_a_step_with_an_evaluation_keeps_its_line() -> None:
     with Progress(10, console=out) as progress:
         evaluated = Step(number=3, metrics={"reward": 0.5}, evaluation={"eval/greedy": 0.25, "eval/greedy/half_width": 0.1})
         progress.update(evaluated)
-    assert "step 3/10  reward 0.500  eval greedy 0.250" in file.getvalue()
+    assert "reward 0.500  eval greedy 0.250" in file.getvalue()
     assert "half_width" not in file.getvalue()
 
 
@@ -222,6 +222,17 @@ def test_a_short_run_compares_different_steps() -> None:
             progress.update(step(number, reward=0.5))
         progress.summary(sample=False)
         assert all(column in text.getvalue() for column in columns)
+
+
+def test_the_evaluation_before_step_1_is_no_step_of_the_table() -> None:
+    shown, text = console()
+    progress = Progress(4, console=shown)
+    for number in range(5):
+        progress.update(
+            step(number, reward=float(number)) if number else Step(number=0, metrics={}, evaluation={"eval/greedy": 0.5})
+        )
+    progress.summary(sample=False)
+    assert all(column in text.getvalue() for column in ("steps 1-2", "steps 3-4"))
 
 
 def test_the_live_line_stays_one_line() -> None:

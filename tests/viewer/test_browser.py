@@ -200,6 +200,19 @@ def test_two_runs_are_compared_on_the_same_prompts(viewer: Callable, run_folder:
 
 
 @pytest.mark.slow
+def test_compare_begins_with_a_run_that_sampled(
+    viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab, tmp_path: Path
+) -> None:
+    """Between them lies an SFT run, which has no completions."""
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.yaml").write_text("objective: sft\n", encoding="utf-8")
+    (tmp_path / "sft" / "metrics.jsonl").write_text('{"step": 1, "wall": 1.0, "loss": 2.0}\n', encoding="utf-8")
+    page = tab(viewer(run_folder, tmp_path / "sft", other_folder).address + "#view=compare")
+    page.wait_for_selector("#cr0")
+    assert [text.split(",")[0] for text in page.locator(".side-title").all_inner_texts()] == ["alpha", "beta"]
+
+
+@pytest.mark.slow
 def test_curves_lie_over_each_other_by_step_tokens_and_time(
     viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab
 ) -> None:

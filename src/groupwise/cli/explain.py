@@ -32,9 +32,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--step is one of a run: groupwise explain RUN --step N")
     if options.preset is not None:
         from groupwise.algorithms.table import ALGORITHMS
+        from groupwise.config.settings import DATASET
         from groupwise.utils.spelling import closest
 
-        if options.preset not in ALGORITHMS and ":" not in options.preset:  # refused before torch is imported
+        if options.preset not in (*ALGORITHMS, *DATASET) and ":" not in options.preset:  # refused before torch is imported
             near = closest(options.preset, ALGORITHMS)
             raise ConfigError(f"there is no online algorithm {options.preset!r}{near}; there are {', '.join(ALGORITHMS)}")
     from groupwise.api.explain import render, work, work_of_run

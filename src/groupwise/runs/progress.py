@@ -186,13 +186,13 @@ class Progress:
         metrics = step.metrics
         columns = COLUMNS if "reward" in metrics or "accuracy" in metrics else (LOSS, *COLUMNS)
         parts = [f"step {step.number}/{self._steps}"]
+        if len(self._ticks) > 1 and step.number < self._steps:
+            each = (self._ticks[-1] - self._ticks[0]) / (len(self._ticks) - 1)
+            parts.append(f"left {duration(each * (self._steps - step.number))}")
         parts += [f"{column.label} {column.show(metrics[column.metric])}" for column in columns if column.metric in metrics]
         if step.evaluation:
             shown = {name.removeprefix("eval/"): value for name, value in step.evaluation.items()}
             parts += [f"eval {name} {value:.3f}" for name, value in shown.items() if "/" not in name]
-        if len(self._ticks) > 1 and step.number < self._steps:
-            each = (self._ticks[-1] - self._ticks[0]) / (len(self._ticks) - 1)
-            parts.append(f"left {duration(each * (self._steps - step.number))}")
         return safe("  ".join(parts))
 
     def note(self, text: str, style: str = "") -> None:
@@ -221,13 +221,14 @@ class Progress:
             self._sample(self._last)
 
     def _table(self, rows: Plan) -> Table:
-        size = min(RECENT, max(len(self._history) // 2, 1))  # two columns never show the same steps
-        head, tail = self._history[:size], self._history[-size:]
-        last = self._numbers[-1]
+        first = 1 if self._numbers[0] == 0 and len(self._numbers) > 1 else 0  # step 0 is an evaluation
+        history, numbers = self._history[first:], self._numbers[first:]
+        size = min(RECENT, max(len(history) // 2, 1))  # two columns never show the same steps
+        head, tail = history[:size], history[-size:]
         table = Table(box=None, pad_edge=False, title=safe(self._title) if self._title else None, title_justify="left")
         table.add_column("")
-        table.add_column(f"steps {self._numbers[0]}-{self._numbers[len(head) - 1]}", justify="right")
-        table.add_column(f"steps {self._numbers[-len(tail)]}-{last}", justify="right")
+        table.add_column(f"steps {numbers[0]}-{numbers[size - 1]}", justify="right")
+        table.add_column(f"steps {numbers[-size]}-{numbers[-1]}", justify="right")
         columns = COLUMNS if any("reward" in metrics for metrics in tail) else (LOSS, *COLUMNS)
         for column in columns:
             figures = [[metrics[column.metric] for metrics in part if column.metric in metrics] for part in (head, tail)]

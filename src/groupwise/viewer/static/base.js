@@ -99,11 +99,13 @@ function fmt(value, signed) {
   return sign + shown.replace("-", "−");
 }
 
-/** Bytes in powers of a thousand. */
-function bytes(value) {
-  const power = value > 0 ? Math.min(4, Math.floor(Math.log10(value) / 3)) : 0;
-  return `${fmt(value / 1000 ** power)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+/** A number in powers of a thousand, each with its unit. */
+function scaled(value, units) {
+  const power = value > 0 ? Math.min(units.length - 1, Math.floor(Math.log10(value) / 3)) : 0;
+  return `${fmt(value / 1000 ** power)} ${units[power]}`;
 }
+
+const bytes = (value) => scaled(value, ["B", "kB", "MB", "GB", "TB"]);
 
 /** A short time: milliseconds below a second. */
 function shortTime(seconds) {

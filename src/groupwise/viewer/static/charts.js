@@ -6,6 +6,9 @@ const LINES_DARK = ["#60a5fa", "#fb923c", "#2dd4bf", "#e879f9", "#facc15", "#f87
 const lineColour = (i) => (theme() === "dark" ? LINES_DARK : LINES)[i % LINES.length];
 const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+/** Evaluations, say: too few points for smoothing, which would draw them late. */
+const few = (values) => values.filter((one) => one !== null).length < 20;
+
 /** Exponential smoothing that is fair to the beginning; gaps stay gaps.  `weight` 0: as it is. */
 function smooth(values, weight) {
   if (!weight) return values;

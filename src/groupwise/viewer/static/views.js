@@ -699,7 +699,9 @@ function workTable(rows) {
         ? shortTime(row.value)
         : row.unit === "bytes"
           ? bytes(row.value)
-          : Math.round(row.value).toLocaleString("en");
+          : row.value < 1e6
+            ? Math.round(row.value).toLocaleString("en")
+            : scaled(row.value, ["", "", "M", "G", "T", "P"]);
   return table(
     "work",
     "where a step goes",
@@ -841,8 +843,8 @@ VIEWS.curves = async (main) => {
             run: run.run,
             steps: curves.steps,
             xs,
-            ys: smooth(values, weight),
-            raw: weight ? values : null,
+            ys: smooth(values, few(values) ? 0 : weight),
+            raw: weight && !few(values) ? values : null,
             colour: lineColour(run.run),
           });
         }
@@ -1003,7 +1005,8 @@ VIEWS.compare = async (main) => {
   const run = runHere(),
     still = staying(),
     chosenKind = here.kind;
-  const other = RUNS[Number(here.other)] || RUNS.find((one) => one !== run) || run;
+  const sampled = RUNS.find((one) => one !== run && one.metrics.includes("reward"));  // runs on data have no completions
+  const other = RUNS[Number(here.other)] || sampled || run;
   if (ANSWERS) {
     fill(main, await differences(overlaid()));
     return;
