@@ -47,8 +47,11 @@ def accuracy_reward(completion: str, answer: str) -> float:
 
 def test_a_value_of_another_type_is_named() -> None:
     args = config("GRPOConfig", num_generations=None)
-    with pytest.raises(ConfigError, match=r"(num_generations|computed from).*: no value that TRL takes"):
+    with pytest.raises(ConfigError, match=r"^num_generations=None: no value that TRL takes"):
         gw.from_trl(args, model="m", reward_funcs=length, train_dataset=ROWS)
+    args = config("GRPOConfig", max_steps=1, reward_weights=[1.0])
+    with pytest.raises(ConfigError, match=r"1 weights for 2 reward functions"):
+        gw.from_trl(args, model="m", reward_funcs=[length, accuracy_reward], train_dataset=ROWS)
 
 
 def test_a_run_has_the_values_of_the_objects() -> None:

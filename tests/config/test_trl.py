@@ -477,6 +477,22 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
         read("trl grpo --max_steps 3 --beta high low\n", "run.sh")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("reward_weights: [1.0]", "reward_weights=[1.0]: no value that TRL takes (ValueError: 1 weights for 2 reward functions)"),
+        ("reward_weights: [1.0, 2.0, 3.0]", "3 weights for 2 reward functions"),
+        ("num_generations: few", "num_generations='few': no value"),
+        ("per_device_train_batch_size: [4]", "per_device_train_batch_size=[4]: no value"),
+        ("learning_rate: {a: 1}", "learning_rate={'a': 1}: no value"),
+        ("sync_ref_model: true\nref_model_mixup_alpha: much", "ref_model_mixup_alpha='much': no value"),
+    ],
+)
+def test_the_argument_with_a_wrong_value_is_named(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        read(f"max_completion_length: 8\nmax_steps: 3\nreward_funcs: [accuracy, think_format]\n{text}\n")
+
+
 def test_a_shell_script_is_read_for_the_command_that_starts_trl() -> None:
     Path("more.yaml").write_text("per_device_train_batch_size: 4\nlearning_rate: 3.0e-6\nmax_steps: 7\ndataset_name: d/d\n")
     imported = read(COMMAND, "run.sh")

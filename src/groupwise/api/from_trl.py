@@ -17,9 +17,7 @@ from typing import Any
 
 from groupwise.api.train import Training, train
 from groupwise.config.import_trl import Imported, translated
-from groupwise.config.trl import TABLE
-from groupwise.config.trl_arguments import KINDS, Configuration, Line, RewardModel
-from groupwise.config.trl_scripts import ADAPTER_HAS, LORA, NO_MATTER
+from groupwise.config.trl_arguments import KINDS, LORA, Configuration, RewardModel, adapter_arguments
 from groupwise.errors import ConfigError
 from groupwise.utils.terminal import logger
 
@@ -63,17 +61,11 @@ def from_trl(
         raise ConfigError(f"args is one of TRL's {', '.join(KINDS)}; got an object of {type(args).__name__}")
     loaded = model is not None and not isinstance(model, str | os.PathLike)
     values, arguments = _values(args), _changed(args)
-    lines: list[Line] = []
     for name, value in {**trainer, "processing_class": None if loaded else processing_class}.items():
-        if value is None or value == (None, None):
-            continue
-        if name in CONVERTED:
+        if name == "peft_config" and value is not None:
+            arguments |= _adapter(value)
+        elif value is not None and value != (None, None):
             arguments[name] = _functions(value) if name in ("reward_funcs", "tools") else value
-        elif name == "peft_config":
-            arguments |= _adapter(value, lines)
-        else:
-            row = TABLE.get(name)
-            lines.append(Line(name, str(value), row.fate if row else None, row.says if row else "no argument of TRL's trainers"))
     if model is not None:
         arguments["model_name_or_path"] = model if loaded else os.fspath(model)
         values["dtype"] = _plain(getattr(model, "dtype", "float32"))
@@ -88,17 +80,13 @@ def from_trl(
         devices=int(getattr(args, "world_size", 1)) * max(1, int(getattr(args, "n_gpu", 1))),
         rows=len(rows) if hasattr(rows, "__len__") and not isinstance(rows, str) else None,
     )
-    imported = translated(trl, lines)
+    imported = translated(trl)
     if lost := [line for line in imported.lines if line.fate in ("missing", None)]:
         log.warning("of TRL's arguments these are not carried over: %s", "; ".join(map(str, lost)))
     keys = imported.tree()
     keys["data"] = {key: value.rows if isinstance(value, _UnshownRows) else value for key, value in keys.get("data", {}).items()}
     tokenizer = processing_class if loaded else None
     return TrlTraining(imported, train(**keys, tokenizer=tokenizer, fresh=fresh, accept_changes=accept_changes))
-
-
-CONVERTED = ("reward_funcs", "tools", "environment_factory", "train_dataset", "eval_dataset")
-"""Arguments of TRL's trainers that the table converts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,16 +99,12 @@ class _UnshownRows:
         return f"{len(self.rows):,} rows" if hasattr(self.rows, "__len__") else type(self.rows).__name__
 
 
-def _adapter(config: Any, lines: list[Line]) -> dict[str, Any]:
-    """The arguments of a LoraConfig under the names of TRL's ModelConfig; adds lines for those that there are none for."""
-    values = _values(config)
-    adapter = {"use_peft": True} | {ours: values[name] for name, ours in LORA.items() if values.get(name) not in (None, False)}
-    if isinstance(targets := adapter.get("lora_target_modules"), set):
-        adapter["lora_target_modules"] = sorted(targets)
-    for name, value in _changed(config).items():
-        if name not in LORA and name not in NO_MATTER:
-            lines.append(Line(f"peft_config.{name}", str(value), "missing", ADAPTER_HAS))
-    return adapter
+def _adapter(config: Any) -> dict[str, Any]:
+    """The arguments of a LoraConfig under the names of TRL's ModelConfig."""
+    values = _changed(config) | {name: value for name, value in _values(config).items() if name in LORA}
+    if isinstance(targets := values.get("target_modules"), set):
+        values["target_modules"] = sorted(targets)
+    return adapter_arguments(values)
 
 
 def _values(config: Any) -> dict[str, Any]:

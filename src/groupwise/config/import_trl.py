@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.trl import FATES, TABLE, Converter
-from groupwise.config.trl_arguments import KINDS, ROLLED, Configuration, Line, flow, short
+from groupwise.config.trl_arguments import ADAPTER, ADAPTER_HAS, KINDS, ROLLED, Configuration, Line, flow, short
 from groupwise.config.trl_convert import Need, Note, Value, Write
 from groupwise.config.trl_files import SHELL_SCRIPTS, read_arguments
 from groupwise.config.trl_scripts import OPEN
@@ -113,20 +113,17 @@ def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    try:
-        name, arguments, unread = read_arguments(text, file, kind)
-        if isinstance(processes := arguments.get("num_processes"), int) and processes > 0 and file.suffix in SHELL_SCRIPTS:
-            devices = processes
-        return translated(Configuration(kind=name, arguments=arguments, devices=devices, file=file), unread)
-    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:  # a value of another type than TRL has there
-        raise ConfigError(f"{file}: a value in it is none that TRL takes ({type(error).__name__}: {error})") from error
+    name, arguments, unread = read_arguments(text, file, kind)
+    if isinstance(processes := arguments.get("num_processes"), int) and processes > 0 and file.suffix in SHELL_SCRIPTS:
+        devices = processes
+    return translated(Configuration(kind=name, arguments=arguments, devices=devices, file=file), unread)
 
 
 def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
     """The recipe of a configuration.   unread: what else it says, and what became of that."""
     keys: dict[str, Any] = {"objective": KINDS[trl.kind]}
     comments: dict[str, str] = {}
-    written: dict[str, list[str]] = {}
+    written: dict[str, list[Write]] = {}
     notes: dict[str, Note] = {}
     needed: list[str] = []
     for outcome in _outcomes(trl):
@@ -136,7 +133,7 @@ def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
                 source = ", ".join(sources) or f"{DEFAULT} {names[0]}"
                 keys[key], comments[key] = value, f"{source}: {says}" if says else source
                 for name in sources:
-                    written.setdefault(name, []).append(key)
+                    written.setdefault(name, []).append(outcome)
             case Note():
                 notes[outcome.name] = outcome
             case Need(says):
@@ -147,17 +144,23 @@ def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
         needed += [f"what {OPEN} sets of these, which are TRL's where it sets nothing: {values}"] if values else []
 
     def line(name: str, value: Any) -> Line:
-        row = TABLE.get(name)
+        row, writes = TABLE.get(name), {one.key: one for one in written.get(name, ()) if one.key in keys}
+        fate = next((one.fate for one in writes.values() if one.fate), row.fate if row else None)
         if name in notes:
             return Line(name, value, notes[name].fate, notes[name].says)
         if row is None:
-            return Line(name, value, None, f"no argument of TRL 1.16{closest(name, list(TABLE))}")
-        if row.fate == "missing" and value in (None, False, 0, 0.0, "no", ""):
+            adapter = name.startswith(ADAPTER)
+            unknown = f"no argument of TRL 1.16{closest(name, list(TABLE))}"
+            return Line(name, value, "missing" if adapter else None, ADAPTER_HAS if adapter else unknown)
+        if not writes and (row.convert or row.fate == "missing") and value in (None, False, 0, 0.0, "no", "none", "", row.off):
             return Line(name, value, "unneeded", "it is off")
         if row.key is None or row.convert is None:
-            return Line(name, value, row.fate, row.says)
-        here = ", ".join(f"{key}: {short(flow(keys[key]))}" for key in dict.fromkeys(written.get(name, ())) if key in keys)
-        return Line(name, value, row.fate, here or f"{row.key}: nothing to write, it is so here")
+            return Line(name, value, fate, row.says)
+        says = [
+            f"{key}: {short(flow(keys[key]))}" + (f", {one.says}" if one.says and fate in ("changed", "missing") else "")
+            for key, one in writes.items()
+        ]
+        return Line(name, value, fate, ", ".join(says) or f"{row.key}: nothing to write")
 
     return Imported(
         source=str(trl.file or trl.kind),
@@ -182,10 +185,9 @@ def _outcomes(trl: Configuration) -> Iterator[Write | Note | Need]:
             done.add(row.convert)
         try:
             yield from _converted(trl, name, row.convert)
-        except (TypeError, ValueError, ArithmeticError) as error:
-            names = [other for other, row_ in TABLE.items() if row_.convert is row.convert and other in trl.arguments]
-            values = ", ".join(f"{other}={trl.arguments[other]!r}" for other in names) or f"{name}, and what it is computed from"
-            raise ConfigError(f"{values}: no value that TRL takes ({type(error).__name__}: {error})") from error
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            wrong = trl.reads[-1]
+            raise ConfigError(f"{wrong}={trl.get(wrong)!r}: no value that TRL takes ({type(error).__name__}: {error})") from error
 
 
 def _converted(trl: Configuration, name: str, convert: Value | Converter) -> Iterator[Write | Note | Need]:
@@ -193,7 +195,7 @@ def _converted(trl: Configuration, name: str, convert: Value | Converter) -> Ite
     if not isinstance(convert, Value):
         yield from (one for one in convert(trl, name) if not isinstance(one, Write) or _has(trl.kind, one.key))
         return
-    value = trl.get(name) if convert.always else trl.arguments.get(name)
+    value = trl.get(name) if convert.always else trl.written(name)
     key = str(TABLE[name].key)
     if (convert.always or name in trl.arguments) and convert.when(value) and _has(trl.kind, key):
         yield Write(key, convert.kind(value), (name,))

@@ -40,6 +40,8 @@ class Argument:
     """What to write, what differs, or why it is not needed."""
     convert: Converter | Value | None = None
     """From its value, and those of arguments that it goes with, to keys of a recipe; None where none is written."""
+    off: Any = None
+    """A value that means that it is not used, beside false, 0 and nothing."""
 
 
 def _same(key: str, convert: Converter | Value | type, says: str = "") -> Argument:
@@ -47,16 +49,16 @@ def _same(key: str, convert: Converter | Value | type, says: str = "") -> Argume
     return Argument("same", key, says, Value(convert) if isinstance(convert, type) else convert)
 
 
-def _changed(key: str, says: str, convert: Converter | Value | None = None) -> Argument:
-    return Argument("changed", key, says, convert)
+def _changed(key: str, says: str, convert: Converter | Value | None = None, off: Any = None) -> Argument:
+    return Argument("changed", key, says, convert, off)
 
 
 def _unneeded(says: str, convert: Converter | None = None) -> Argument:
     return Argument("unneeded", None, says, convert)
 
 
-def _missing(says: str, convert: Converter | None = None) -> Argument:
-    return Argument("missing", None, says, convert)
+def _missing(says: str, convert: Converter | None = None, off: Any = None) -> Argument:
+    return Argument("missing", None, says, convert, off)
 
 
 def _text(value: Any) -> bool:
@@ -78,10 +80,8 @@ STEPS = "counts optimizer steps; ours counts rollouts, each of group.updates_per
 TABLE: dict[str, Argument] = {
     # ------------------------------------------------------------ ModelConfig, ScriptArguments, arguments of trainers
     "model_name_or_path": _same("model.path", by.to_model_path),
-    "model_revision": _missing("the newest revision is loaded; download another one and give its folder", by.to_nothing),
-    "attn_implementation": _changed(
-        "model.attention", "shared, packed or single; the kernel is chosen by the device", by.to_nothing
-    ),
+    "model_revision": _missing("the newest revision is loaded; download another one and give its folder", off="main"),
+    "attn_implementation": _unneeded("the device chooses the kernel; how a batch is computed is model.attention"),
     "dataset_config": _changed("data.path", "NAME:CONFIG", by.to_data_path),
     "dataset_name": _same("data.path", by.to_data_path),
     "dataset_streaming": _missing("rows are read once, before the first step"),
@@ -150,10 +150,10 @@ TABLE: dict[str, Argument] = {
         Value(lambda norm: float(norm or 0.0) or None, lambda _: True),
         "null where it is 0",
     ),
-    "max_steps": _changed("steps", STEPS, by.to_length),
+    "max_steps": _changed("steps", STEPS, by.to_length, off=-1),
     "neftune_noise_alpha": _missing("embeddings are trained without noise"),
     "num_train_epochs": _changed("epochs", "of online objectives steps: epochs x rows / group.prompts_per_step", by.to_length),
-    "optim": _unneeded("the optimizer is AdamW with float32 state", by.to_nothing),
+    "optim": _unneeded("the optimizer is AdamW with float32 state", by.to_optimizer),
     "optim_args": _unneeded("the optimizer is AdamW with float32 state"),
     "optim_target_modules": _missing("the optimizer is AdamW with float32 state"),
     "output_dir": _changed("name", "the run folder is runs/NAME", by.to_folder_name),
@@ -239,7 +239,7 @@ TABLE: dict[str, Argument] = {
     "ref_model_mixup_alpha": _same("group.reference_mix", by.to_moving_reference),
     "ref_model_sync_steps": _changed("group.reference_refresh", f"with sync_ref_model; {STEPS}", by.to_moving_reference),
     "repetition_penalty": _missing(
-        "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`", by.to_nothing
+        "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`", off=1.0
     ),
     "reward_funcs": _changed("rewards", "a list of {function: ..., weight: ...}", by.to_rewards),
     "reward_model_name_or_path": _changed("rewards", "{function: model, args: {path: ...}}", by.to_rewards),

@@ -48,6 +48,25 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+ADAPTERS = {"LoraConfig": {"r": 8, "lora_alpha": 8}, "get_peft_model": {"r": 16, "lora_alpha": 16}}
+"""What describes an adapter, peft's configuration or unsloth's function with the same keywords, with its defaults."""
+LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
+        "use_rslora": "use_rslora"}  # fmt: skip
+"""Arguments of peft's LoraConfig, as TRL's ModelConfig calls them."""
+NO_MATTER = ("task_type", "peft_type", "inference_mode", "peft_version", "base_model_name_or_path", "auto_mapping")
+"""Of a LoraConfig: what does not change what is trained."""
+ADAPTER = "peft_config."
+"""Prefix of a LoraConfig's other arguments."""
+ADAPTER_HAS = "an adapter has rank, alpha and targets"
+"""What becomes of them."""
+
+
+def adapter_arguments(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a LoraConfig under the names of TRL's ModelConfig, those that it lacks behind `peft_config.`."""
+    used = {name: value for name, value in described.items() if value not in (None, False, "none", [], {})}
+    return {"use_peft": True} | {LORA.get(name, ADAPTER + name): value for name, value in used.items() if name not in NO_MATTER}
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One argument, and what became of it."""
@@ -94,6 +113,8 @@ class Configuration:
     file: Path | None = None
     rows: int | None = None
     """Of the training data, where they are known."""
+    reads: list[str] = field(default_factory=list)
+    """Names of the arguments that were read, in their order: an error is about the last one."""
 
     @property
     def online(self) -> bool:
@@ -101,24 +122,26 @@ class Configuration:
         return self.kind in ROLLED
 
     def get(self, name: str) -> Any:
-        """An argument's value; where it is not given, the object's, else TRL's default."""
+        """An argument's value: what the user wrote, else the object's value, else TRL's default."""
+        self.reads.append(name)
         own = OWN_DEFAULTS[self.kind]
         return self.arguments[name] if name in self.arguments else self.values.get(name, own.get(name, DEFAULTS.get(name)))
 
-    def explicit(self, name: str, default: Any = None) -> Any:
-        """The same without TRL's defaults."""
-        return self.arguments[name] if name in self.arguments else self.values.get(name, default)
+    def written(self, name: str, default: Any = None) -> Any:
+        """What the user wrote; `default` where he wrote nothing."""
+        self.reads.append(name)
+        return self.arguments.get(name, default)
 
     @property
     def completions(self) -> int:
         """Completions of one rollout."""
         rows, pieces = self.rows_per_pass, int(self.get("gradient_accumulation_steps"))
-        return int(self.explicit("generation_batch_size") or rows * int(self.explicit("steps_per_generation") or pieces))
+        return int(self.written("generation_batch_size") or rows * int(self.written("steps_per_generation") or pieces))
 
     @property
     def rows_per_pass(self) -> int:
         """Rows, or completions, of one forward pass on all devices."""
-        return int(self.get("per_device_train_batch_size") or self.explicit("per_gpu_train_batch_size", 8)) * self.devices
+        return int(self.get("per_device_train_batch_size") or self.written("per_gpu_train_batch_size", 8)) * self.devices
 
     @property
     def prompts(self) -> int:
@@ -129,9 +152,9 @@ class Configuration:
     def passes(self) -> tuple[int, int]:
         """Forward passes over one rollout, and how many of them an optimizer step takes."""
         pieces = int(self.get("gradient_accumulation_steps"))
-        if self.explicit("generation_batch_size"):
+        if self.written("generation_batch_size"):
             return max(1, self.completions // self.rows_per_pass), pieces
-        return int(self.explicit("steps_per_generation") or pieces), pieces
+        return int(self.written("steps_per_generation") or pieces), pieces
 
     @property
     def minibatches(self) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.config.settings import DATA_SUFFIXES, REWARDS
-from groupwise.config.trl_arguments import KINDS, Configuration, Fate, Named, RewardModel, flow, mapping_of, short
+from groupwise.config.trl_arguments import KINDS, Configuration, Fate, Named, RewardModel, mapping_of, short
 from groupwise.utils.spelling import closest
 
 DASHBOARDS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -48,12 +48,14 @@ class Write(NamedTuple):
     key: str
     value: Any
     names: tuple[str, ...]
-    """The arguments that it is from; of those that are not given it is TRL's default."""
+    """The arguments that it is from; of those that the user did not write it is TRL's default."""
     says: str = ""
+    fate: Fate | None = None
+    """What becomes of those arguments, where their value decides; else what the table says."""
 
 
 class Note(NamedTuple):
-    """What becomes of an argument, where its value decides."""
+    """What becomes of an argument that no key is from, where its value decides."""
 
     name: str
     fate: Fate
@@ -85,8 +87,8 @@ class Value(NamedTuple):
 
 def to_folder_name(trl: Configuration, _: str) -> Outcomes:
     """`name`."""
-    source = "output_dir" if trl.arguments.get("output_dir") else "run_name"
-    folder = trl.arguments.get(source)
+    source = "output_dir" if trl.written("output_dir") else "run_name"
+    folder = trl.written(source)
     if isinstance(folder, str) and (name := re.sub(r"[^\w.+-]+", "-", Path(folder).name).strip("-.")):
         yield Write("name", name, (source,))
 
@@ -96,7 +98,7 @@ def to_folder_name(trl: Configuration, _: str) -> Outcomes:
 
 def to_model_path(trl: Configuration, _: str) -> Outcomes:
     """`model.path`."""
-    model = trl.arguments.get("model_name_or_path")
+    model = trl.written("model_name_or_path")
     if model is not None and not isinstance(model, Named):
         yield Write("model.path", model, ("model_name_or_path",))
     else:
@@ -104,16 +106,11 @@ def to_model_path(trl: Configuration, _: str) -> Outcomes:
         yield Need("model.path: a checkpoint's folder or hub name")
 
 
-def to_nothing(trl: Configuration, _: str) -> Outcomes:
-    """What becomes of arguments that no key is written for, where the value decides."""
-    yield Note("attn_implementation", "unneeded", "the device chooses the kernel; attention is packed")
-    if trl.arguments.get("model_revision") == "main":
-        yield Note("model_revision", "unneeded", "main is the newest")
-    if trl.arguments.get("repetition_penalty") == 1.0:
-        yield Note("repetition_penalty", "unneeded", "1 is none")
-    if (kind := str(trl.arguments.get("optim", "adamw_torch"))) not in ADAMW:
+def to_optimizer(trl: Configuration, name: str) -> Outcomes:
+    """No key: the optimizer is AdamW."""
+    if (kind := str(trl.written(name, "adamw_torch"))) not in ADAMW:
         fate: Fate = "changed" if kind.startswith(("adamw", "paged_adamw")) else "missing"
-        yield Note("optim", fate, f"{kind}: AdamW with float32 state takes its place")
+        yield Note(name, fate, f"{kind}: AdamW with float32 state takes its place")
 
 
 def boards(report: Any) -> list[str]:
@@ -123,48 +120,38 @@ def boards(report: Any) -> list[str]:
 
 def to_model_dtype(trl: Configuration, _: str) -> Outcomes:
     """`model.dtype`, of the weights' type and of the products'."""
-    options = trl.arguments.get("model_init_kwargs")
+    options = trl.written("model_init_kwargs")
     own = options.get("dtype", options.get("torch_dtype")) if isinstance(options, Mapping) else None
     named = next((name for name in ("dtype", "torch_dtype") if name in trl.arguments), None)
     dtype = str(own or trl.get(named or "dtype")).removeprefix("torch.")
     half = bool(trl.get("fp16")) or trl.get("bf16") is not False
     wanted = "bfloat16" if dtype == "bfloat16" else "autocast" if half or dtype == "float16" else "float32"
-    source = "model_init_kwargs" if own else named if named and wanted == "bfloat16" else "bf16"
-    yield Write("model.dtype", wanted, (source,))
-    if named is not None and wanted == "autocast":
-        yield Note(named, "changed", "float32 weights with bf16: model.dtype: autocast")
-    if "bf16" in trl.arguments and wanted == "bfloat16":
-        yield Note("bf16", "unneeded", "the weights themselves are bfloat16")
-    if dtype == "float16":
-        says = "model.dtype: autocast: float32 weights and bfloat16 products; there is no float16"
-        yield Note(named or "model_init_kwargs", "changed", says)
+    names = ("bf16", "fp16", "dtype", "torch_dtype", *(["model_init_kwargs"] if own else []))
+    yield Write("model.dtype", wanted, names, "float32 weights, bfloat16 products" if wanted == "autocast" else "")
 
 
 def to_checkpointing(trl: Configuration, _: str) -> Outcomes:
     """`model.gradient_checkpointing`."""
-    name = "gradient_checkpointing" if trl.explicit("activation_checkpointing") is None else "activation_checkpointing"
+    name = "gradient_checkpointing" if trl.written("activation_checkpointing") is None else "activation_checkpointing"
     yield Write("model.gradient_checkpointing", bool(trl.get(name)), (name,))
 
 
 def to_lora(trl: Configuration, _: str) -> Outcomes:
     """`model.lora`."""
-    if not trl.arguments.get("use_peft"):
+    if not trl.written("use_peft"):
         return
-    targets = trl.arguments.get("lora_target_modules")
-    rank, alpha = int(trl.arguments.get("lora_r", 16)), float(trl.arguments.get("lora_alpha", 32))
-    alpha *= math.sqrt(rank) if trl.arguments.get("use_rslora") else 1.0
+    targets = trl.written("lora_target_modules")
+    rank, alpha = int(trl.written("lora_r", 16)), float(trl.written("lora_alpha", 32))
+    alpha *= math.sqrt(rank) if trl.written("use_rslora") else 1.0
     adapter: dict[str, Any] = {"rank": rank, "alpha": int(alpha) if alpha.is_integer() else alpha}
     adapter["targets"] = "all-linear" if targets in (None, "all-linear") else targets
-    yield Write("model.lora", adapter, ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora"))
-    if targets is None:
-        yield Note(
-            "use_peft", "changed", f"model.lora: {flow(adapter)}; TRL leaves the choice of layers to peft, which takes fewer"
-        )
+    says = "TRL leaves the choice of layers to peft, which takes fewer" if targets is None else ""
+    yield Write("model.lora", adapter, ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora"), says)
 
 
 def to_parallel(trl: Configuration, _: str) -> Outcomes:
     """`parallel`, of a configuration of DeepSpeed, FSDP or accelerate, or of the file that is named."""
-    option = next((name for name in ("deepspeed", "fsdp", "config_file") if trl.arguments.get(name)), None)
+    option = next((name for name in ("deepspeed", "fsdp", "config_file") if trl.written(name)), None)
     if option is None:
         return
     value = trl.arguments[option]
@@ -172,7 +159,7 @@ def to_parallel(trl: Configuration, _: str) -> Outcomes:
         files = (trl.file.parent / value, Path(value)) if trl.file is not None else (Path(value),)
         if (file := next((one for one in files if one.is_file()), None)) is not None:
             value = mapping_of(file.read_text(encoding="utf-8"), file)
-    both = {option: value} | ({"fsdp_config": trl.arguments["fsdp_config"]} if trl.arguments.get("fsdp_config") else {})
+    both = {option: value} | ({"fsdp_config": trl.arguments["fsdp_config"]} if trl.written("fsdp_config") else {})
     yield Write("parallel", parallel_of(both), tuple(both))
 
 
@@ -195,8 +182,8 @@ OFFLOADED = re.compile(r'offload\w*": (\{[^{}]*"device": )?("cpu"|"nvme"|true)|f
 
 def to_data_path(trl: Configuration, _: str) -> Outcomes:
     """`data.path` and `data.eval_path` with their splits."""
-    name, config = trl.arguments.get("dataset_name", trl.arguments.get("train_dataset")), trl.arguments.get("dataset_config")
-    split, part = trl.arguments.get("dataset_train_split") or "train", trl.arguments.get("dataset_test_split") or "test"
+    name, config = trl.written("dataset_name", trl.written("train_dataset")), trl.written("dataset_config")
+    split, part = trl.written("dataset_train_split") or "train", trl.written("dataset_test_split") or "test"
     if name is None:
         yield Need("data.path: a file or hub name")
     else:
@@ -204,16 +191,15 @@ def to_data_path(trl: Configuration, _: str) -> Outcomes:
         yield Write("data.path", name, ("dataset_name", "dataset_config", "train_dataset"))
         if split != "train":
             yield Write("data.split", split, ("dataset_train_split",))
-    strategy = trl.arguments.get("evaluation_strategy") or trl.get("eval_strategy")
+    strategy = trl.written("evaluation_strategy") or trl.get("eval_strategy")
     if trl.file is None or trl.file.suffix == ".py":  # rows are handed over
-        held = trl.arguments.get("eval_dataset_name", trl.arguments.get("eval_dataset"))
-        yield Note("eval_dataset_name", "same", "data.eval_path")
+        held = trl.written("eval_dataset")
     else:  # TRL's command takes another split of the same data set
         held = name if strategy not in ("no", None) else None
     if held is not None and not isinstance(held, str):
         yield Write("data.eval_path", held, ("eval_dataset",))
     elif held is not None and (held != name or (part != split and not held.endswith(DATA_SUFFIXES))):
-        yield Write("data.eval_path", held, ("eval_dataset_name", "dataset_name"), "for evaluation")
+        yield Write("data.eval_path", held, ("eval_dataset", "dataset_name"), "for evaluation")
         if part != "test":
             yield Write("data.eval_split", part, ("dataset_test_split",))
     elif held is not None:
@@ -222,20 +208,20 @@ def to_data_path(trl: Configuration, _: str) -> Outcomes:
 
 def to_system_prompt(trl: Configuration, name: str) -> Outcomes:
     """`data.system`; strings become chat messages."""
-    if isinstance(system := trl.arguments.get(name), str):
+    if isinstance(system := trl.written(name), str):
         yield Write("data.chat", True, (name,), "strings become messages of the user")
         yield Write("data.system", system, (name,))
 
 
 def to_shuffle(trl: Configuration, name: str) -> Outcomes:
     """`data.shuffle`, whose default is TRL's but in SFT."""
-    if trl.kind == "SFTConfig" or trl.explicit(name) is False:
+    if trl.kind == "SFTConfig" or trl.written(name) is False:
         yield Write("data.shuffle", bool(trl.get(name)), (name,))
 
 
 def to_prompt_length(trl: Configuration, name: str) -> Outcomes:
     """`data.max_prompt_tokens`."""
-    if isinstance(limit := trl.arguments.get(name), int) and trl.online:
+    if isinstance(limit := trl.written(name), int) and trl.online:
         yield Write("data.max_prompt_tokens", limit, (name,))
         yield Write("data.too_long", "truncate_left", (name,), "TRL keeps the end of a longer prompt")
 
@@ -245,12 +231,9 @@ def to_prompt_length(trl: Configuration, name: str) -> Outcomes:
 
 def to_schedule(trl: Configuration, _: str) -> Outcomes:
     """`optimizer.schedule` and `optimizer.min_lr_ratio`."""
-    kind, options = str(trl.get("lr_scheduler_type")), trl.arguments.get("lr_scheduler_kwargs")
-    if kind in SCHEDULES:
-        yield Write("optimizer.schedule", SCHEDULES[kind], ("lr_scheduler_type",))
-    else:
-        yield Write("optimizer.schedule", "cosine", ("lr_scheduler_type",), f"the nearest to {kind}")
-        yield Note("lr_scheduler_type", "missing", f"{kind}: constant, linear and cosine are there; cosine is written")
+    kind, options = str(trl.get("lr_scheduler_type")), trl.written("lr_scheduler_kwargs")
+    says = "" if kind in SCHEDULES else f"the nearest to {kind}, which is not there"
+    yield Write("optimizer.schedule", SCHEDULES.get(kind, "cosine"), ("lr_scheduler_type",), says, "missing" if says else None)
     if not isinstance(options, Mapping) or not options:
         return
     lr = float(trl.get("learning_rate"))
@@ -266,7 +249,7 @@ def to_betas(trl: Configuration, _: str) -> Outcomes:
     names = ("adam_beta1", "adam_beta2")
     if any(name in trl.arguments for name in names):
         yield Write(
-            "optimizer.betas", [float(trl.arguments.get(name, own)) for name, own in zip(names, (0.9, 0.999), strict=True)], names
+            "optimizer.betas", [float(trl.written(name, own)) for name, own in zip(names, (0.9, 0.999), strict=True)], names
         )
 
 
@@ -279,11 +262,9 @@ def to_batch(trl: Configuration, _: str) -> Outcomes:
         yield Write("batch_size", rows * pieces, names, says)
         return
     size, completions = int(trl.get("num_generations")), trl.completions
-    yield Write("group.group_size", size, ("num_generations",))
-    says = f"{completions} completions of a rollout / {size}"
-    if completions % size:
-        says += f" is {Fraction(completions, size)}: rounded"
-        yield Note("num_generations", "changed", f"group.group_size; {completions} completions are no whole number of groups")
+    fate: Fate | None = "changed" if completions % size else None
+    yield Write("group.group_size", size, ("num_generations",), "", fate)
+    says = f"{completions} completions of a rollout / {size}" + (f" is {Fraction(completions, size)}: rounded" if fate else "")
     yield Write("group.prompts_per_step", trl.prompts, (*names, "generation_batch_size"), says)
     if per_rollout != pieces:
         names = ("steps_per_generation", "generation_batch_size")
@@ -299,9 +280,7 @@ def to_length(trl: Configuration, _: str) -> Outcomes:
         says = f"{trl.updates} optimizer steps each" if trl.updates > 1 else ""
         yield Write("steps", math.ceil(most / trl.updates), ("max_steps",), says)
         yield Note("num_train_epochs", "unneeded", "max_steps takes its place")
-        return
-    yield Note("max_steps", "unneeded", "it is off: num_train_epochs counts")
-    if not trl.online:
+    elif not trl.online:
         yield Write("epochs", epochs, ("num_train_epochs",))
     elif trl.steps is not None:
         yield Write("steps", trl.steps, ("num_train_epochs",), f"{epochs:g} x {trl.rows} rows / {trl.prompts} prompts")
@@ -312,8 +291,8 @@ def to_length(trl: Configuration, _: str) -> Outcomes:
 
 def to_warm_up(trl: Configuration, _: str) -> Outcomes:
     """`optimizer.warmup_steps`, of a number or of a share."""
-    name = "warmup_ratio" if trl.arguments.get("warmup_ratio") else "warmup_steps"
-    warmup = trl.arguments.get(name)
+    name = "warmup_ratio" if trl.written("warmup_ratio") else "warmup_steps"
+    warmup = trl.written(name)
     if not warmup:
         return
     if warmup >= 1:
@@ -329,9 +308,9 @@ def to_warm_up(trl: Configuration, _: str) -> Outcomes:
 def to_evaluation(trl: Configuration, _: str) -> Outcomes:
     """`eval.at_start` and `eval.every`."""
     yield Write("eval.at_start", bool(trl.get("eval_on_start")), ("eval_on_start",))
-    if (trl.arguments.get("evaluation_strategy") or trl.get("eval_strategy")) != "steps":
+    if (trl.written("evaluation_strategy") or trl.get("eval_strategy")) != "steps":
         return
-    every = trl.our_steps(trl.explicit("eval_steps", trl.explicit("logging_steps", 10)), trl.steps)  # as often as TRL logs
+    every = trl.our_steps(trl.written("eval_steps", trl.written("logging_steps", 10)), trl.steps)  # as often as TRL logs
     if every is not None:
         yield Write("eval.every", every, ("eval_steps", "eval_strategy", "evaluation_strategy"))
     else:
@@ -351,11 +330,11 @@ def to_saving(trl: Configuration, _: str) -> Outcomes:
 
 def to_checkpoints(trl: Configuration, name: str) -> Outcomes:
     """`save.keep`."""
-    keep = trl.arguments.get(name)
+    keep = trl.written(name)
     if isinstance(keep, int) and not isinstance(keep, bool):
-        yield Write("save.keep", max(2, keep), (name,), "at least 2" if keep < 2 else "")
-        if keep < 2:
-            yield Note(name, "changed", "save.keep is at least 2: the newest is verified before older ones go")
+        few = keep < 2
+        says = "at least 2: the newest is verified before older ones go" if few else ""
+        yield Write("save.keep", max(2, keep), (name,), says, "changed" if few else None)
 
 
 # ---------------------------------------------------------------- what is learnt
@@ -377,15 +356,15 @@ def to_objective(trl: Configuration, _: str) -> Outcomes:
     if trl.kind == "DPOConfig":
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         known = loss in ("sigmoid", "ipo")
-        yield Write("pairs.loss", loss if known else "sigmoid", ("loss_type",), "" if known else f"{short(loss)} is not there")
-        missing = f"{short(loss)}: pairs.loss is sigmoid or ipo; sigmoid is written"
-        yield Note("loss_type", "same", "pairs.loss") if known else Note("loss_type", "missing", missing)
+        says = "" if known else f"{short(loss)} is not there"
+        yield Write("pairs.loss", loss if known else "sigmoid", ("loss_type",), says, "same" if known else "missing")
     elif trl.kind == "GRPOConfig":
-        says = "TRL's dapo is a mean over tokens" if loss == "dapo" else ""
-        yield Write("objective", preset_of(trl), ("loss_type",), says)
-        if loss not in ("dapo", *PRESETS) and preset_of(trl) != "gdpo":
-            known = ", ".join(("dapo", *PRESETS))
-            yield Note("loss_type", "missing", f"{loss}: TRL 1.16 knows {known}{closest(str(loss), PRESETS)}")
+        preset = preset_of(trl)
+        unknown = loss not in ("dapo", *PRESETS) and preset != "gdpo"
+        says = f"TRL 1.16 knows {', '.join(('dapo', *PRESETS))}{closest(str(loss), PRESETS)}" if unknown else ""
+        says = "TRL's dapo is a mean over tokens" if loss == "dapo" and preset != "gdpo" else says
+        names = ("multi_objective_aggregation",) if preset == "gdpo" else ("loss_type",)
+        yield Write("objective", preset, names, says, "missing" if unknown else None)
 
 
 def to_credit(trl: Configuration, _: str) -> Outcomes:
@@ -410,20 +389,16 @@ def to_kl(trl: Configuration, _: str) -> Outcomes:
     beta = float(trl.get("beta") or 0.0)
     if trl.kind == "DPOConfig":
         yield Write("pairs.beta", beta, ("beta",))
-        yield Note("beta", "same", "pairs.beta")
     elif trl.kind == "RLOOConfig":
         yield Write("group.beta", beta, ("beta",), "of the KL in the reward")
-    elif trl.kind == "GRPOConfig":
-        if beta:
-            yield Write("group.beta", beta, ("beta",))
-            estimator = "k3_ratio" if trl.get("use_bias_correction_kl") else "k3"
-            yield Write("group.kl", estimator, ("use_bias_correction_kl",))
-        yield Note("beta", "same", "group.beta" if beta else "0 is the preset's default")
+    elif trl.kind == "GRPOConfig" and beta:
+        yield Write("group.beta", beta, ("beta",))
+        yield Write("group.kl", "k3_ratio" if trl.get("use_bias_correction_kl") else "k3", ("use_bias_correction_kl",))
 
 
 def to_moving_reference(trl: Configuration, _: str) -> Outcomes:
     """`group.reference_refresh` and `group.reference_mix`."""
-    if not trl.arguments.get("sync_ref_model"):
+    if not trl.written("sync_ref_model"):
         return
     if trl.kind == "DPOConfig":
         yield Note("sync_ref_model", "missing", "the reference of pairs does not move")
@@ -435,21 +410,20 @@ def to_moving_reference(trl: Configuration, _: str) -> Outcomes:
 
 def to_entropy(trl: Configuration, _: str) -> Outcomes:
     """`group.entropy_bonus`, constant or adaptive."""
-    adaptive = ("entropy_target", "entropy_coef_max", "entropy_coef_delta")
-    if trl.arguments.get("use_adaptive_entropy"):
-        for name, key in zip(adaptive, ("target", "bonus", "step"), strict=True):
+    if trl.written("use_adaptive_entropy"):
+        for name, key in (("entropy_target", "target"), ("entropy_coef_max", "bonus"), ("entropy_coef_delta", "step")):
             yield Write(f"group.entropy_{key}", float(trl.get(name)), (name, "use_adaptive_entropy"))
         yield Note("entropy_coef", "changed", "an adaptive coefficient begins at 0")
         return
-    for name in (*adaptive, "entropy_coef_min", "use_adaptive_entropy"):
+    for name in ("entropy_target", "entropy_coef_max", "entropy_coef_min", "entropy_coef_delta"):
         yield Note(name, "unneeded", "of use_adaptive_entropy, which is off")
-    if trl.arguments.get("entropy_coef"):
-        yield Write("group.entropy_bonus", float(trl.arguments["entropy_coef"]), ("entropy_coef",))
+    if bonus := trl.written("entropy_coef"):
+        yield Write("group.entropy_bonus", float(bonus), ("entropy_coef",))
 
 
 def to_surrogate(trl: Configuration, _: str) -> Outcomes:
     """`group.surrogate`, where its bounds are not the preset's."""
-    preset, low, high, delta = preset_of(trl), trl.get("epsilon"), trl.explicit("epsilon_high"), trl.explicit("delta")
+    preset, low, high, delta = preset_of(trl), trl.get("epsilon"), trl.written("epsilon_high"), trl.written("delta")
     if preset == "cispo":
         if high is not None:
             yield Write("group.surrogate", {"name": "cispo", "cap": float(high)}, ("epsilon_high",))
@@ -468,7 +442,7 @@ def to_surrogate(trl: Configuration, _: str) -> Outcomes:
 
 def to_generation(trl: Configuration, name: str) -> Outcomes:
     """`rollout.stop`."""
-    options = trl.arguments.get(name)
+    options = trl.written(name)
     if isinstance(options, Mapping) and options.get("stop"):
         stop = options["stop"]
         yield Write("rollout.stop", [stop] if isinstance(stop, str) else list(stop), (name,))
@@ -476,9 +450,9 @@ def to_generation(trl: Configuration, name: str) -> Outcomes:
 
 def to_engine(trl: Configuration, _: str) -> Outcomes:
     """`rollout.engine`."""
-    if not trl.arguments.get("use_vllm"):
+    if not trl.written("use_vllm"):
         return
-    url, device = trl.explicit("vllm_server_base_url"), trl.explicit("vllm_device")
+    url, device = trl.written("vllm_server_base_url"), trl.written("vllm_device")
     vllm: dict[str, Any] = {"name": "vllm"}
     if url is not None:
         vllm["servers"] = [str(url)]
@@ -491,8 +465,8 @@ def to_engine(trl: Configuration, _: str) -> Outcomes:
         vllm["correct"] = None
     else:
         level, _, mode = str(trl.get("vllm_importance_sampling_mode")).partition("_")
-        high = trl.explicit("vllm_importance_sampling_cap") or trl.get("vllm_importance_sampling_clip_max")
-        low = trl.explicit("vllm_importance_sampling_clip_min")
+        high = trl.written("vllm_importance_sampling_cap") or trl.get("vllm_importance_sampling_clip_max")
+        low = trl.written("vllm_importance_sampling_clip_min")
         vllm["correct"] = {"level": "token" if level == "token" else "sequence_sum", "mode": mode or "mask"}
         vllm["correct"] |= {name: float(bound) for name, bound in (("high", high), ("low", low)) if bound is not None}
     names = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_device")
@@ -506,18 +480,20 @@ def to_rewards(trl: Configuration, _: str) -> Outcomes:
     """`rewards`, with their weights."""
     if not trl.online:
         return
-    functions = trl.arguments.get("reward_funcs")
+    functions = trl.written("reward_funcs")
     functions = list(functions) if isinstance(functions, list | tuple) else [functions] if functions is not None else []
-    if isinstance(judge := trl.arguments.get("reward_model_name_or_path"), str):
+    if isinstance(judge := trl.written("reward_model_name_or_path"), str):
         functions.insert(0, RewardModel(judge))  # TRL's scripts put it before the functions
     if not functions:
         yield Need("rewards: a list of {function: module:function or file.py:function, weight: ...}")
         yield Note("reward_weights", "changed", "rewards.N.weight, one in each entry of rewards")
         return
-    weights = trl.explicit("reward_weights")
+    weights = trl.written("reward_weights") or [None] * len(functions)
+    if len(weights) != len(functions):
+        raise ValueError(f"{len(weights)} weights for {len(functions)} reward functions")
     entries: list[dict[str, Any]] = []
     guessed: list[str] = []
-    for place, function in enumerate(functions):
+    for place, (function, weight) in enumerate(zip(functions, weights, strict=True)):
         entry = _reward(trl, function)
         if isinstance(function, Named) and function.moved:
             yield _moved("rewards", function)
@@ -527,7 +503,6 @@ def to_rewards(trl: Configuration, _: str) -> Outcomes:
         if name in taken and name != "<lambda>":  # names tell rewards apart
             source = str(function) if isinstance(function, str | Named) else name
             entry["name"] = source if source not in taken else f"{source}_{place + 1}"
-        weight = weights[place] if isinstance(weights, Sequence) and place < len(weights) else None
         entries.append(entry | ({} if weight is None else {"weight": float(weight)}))
     yield Write("rewards", entries, ("reward_funcs", "reward_weights", "reward_model_name_or_path"))
     if guessed:
@@ -544,7 +519,7 @@ def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
         name = getattr(function, "__name__", "")
         return {"function": _built_in(str(getattr(function, "__module__", "")), name) or function}
     if function in OVERLONG:
-        most, cache = trl.arguments.get("max_completion_len", 1280), trl.arguments.get("soft_punish_cache", 256)
+        most, cache = trl.written("max_completion_len", 1280), trl.written("soft_punish_cache", 256)
         return {"function": "soft_overlong", "args": {"max_tokens": int(most), "cache": int(cache)}}
     if function in REWARD_NAMES or function in REWARDS or ":" in function:  # a name of TRL's registry, not of a script
         return {"function": REWARD_NAMES.get(function, function)}
@@ -573,7 +548,7 @@ def _moved(file: str, function: Named) -> Need:
 
 def to_environment(trl: Configuration, _: str) -> Outcomes:
     """`environment.tools`, `environment.factory` and `environment.max_turns`."""
-    tools, factory = trl.arguments.get("tools"), trl.arguments.get("environment_factory")
+    tools, factory = trl.written("tools"), trl.written("environment_factory")
     factory = factory[0] if isinstance(factory, list) and factory else factory
     for file, functions in (("tools", tools or ()), ("environment", (factory,))):
         for function in functions:
@@ -583,7 +558,7 @@ def to_environment(trl: Configuration, _: str) -> Outcomes:
         yield Write("environment.tools", [_named("tools", tool) for tool in tools], ("tools",))
     if factory:
         yield Write("environment.factory", _named("environment", factory), ("environment_factory",))
-    turns, name = trl.explicit("max_tool_calling_iterations"), "max_tool_calling_iterations"
+    turns, name = trl.written("max_tool_calling_iterations"), "max_tool_calling_iterations"
     if turns and (tools or factory):
         yield Write("environment.max_turns", int(turns) + 1, (name,), "turns, one more than rounds")
     elif turns:

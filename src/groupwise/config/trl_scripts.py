@@ -9,25 +9,15 @@ from __future__ import annotations
 import ast
 import operator
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from groupwise.config.trl import CALLS, TABLE
-from groupwise.config.trl_arguments import KINDS, Line, Named, RewardModel
+from groupwise.config.trl_arguments import ADAPTER, ADAPTERS, KINDS, LORA, Line, Named, RewardModel, adapter_arguments
 from groupwise.errors import ConfigError
 
 OPEN = "**"
 """The name of a line for arguments that are not even known by name."""
-ADAPTERS = {"LoraConfig": {"lora_r": 8, "lora_alpha": 8}, "get_peft_model": {"lora_r": 16, "lora_alpha": 16}}
-"""What describes an adapter, peft's configuration or unsloth's function with the same keywords, with its defaults."""
-LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
-        "use_rslora": "use_rslora"}  # fmt: skip
-"""Arguments of peft's LoraConfig, as TRL's ModelConfig calls them."""
-NO_MATTER = ("task_type", "peft_type", "inference_mode", "peft_version", "base_model_name_or_path", "auto_mapping")
-"""Of a LoraConfig: what does not change what is trained."""
-ADAPTER_HAS = "an adapter has rank, alpha and targets"
-"""What becomes of its other arguments."""
 OBJECTS = ("reward_funcs", "tools", "environment_factory")
 """Arguments that hold functions and classes."""
 ORDER = {
@@ -37,6 +27,10 @@ ORDER = {
 }
 """Arguments of the trainers in the order of their places."""
 ORDER |= {"RLOOConfig": ORDER["GRPOConfig"], "RewardConfig": ORDER["SFTConfig"]}
+SPLITS = {"train_dataset": "dataset_train_split", "eval_dataset": "dataset_test_split"}
+"""The argument of TRL's command that says which split of a data set is taken."""
+LOADING = ("dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "quantization_config")
+"""What matters of a model's `from_pretrained`."""
 FILES = ("json", "parquet", "csv", "text", "arrow")
 """What `load_dataset` takes in place of a data set's name where the rows are files."""
 UNKNOWN = object()
@@ -121,34 +115,36 @@ class _Script:
             elif isinstance(other.func, ast.Attribute) and self._is(other.func.value, trainer):
                 values = ", ".join(map(ast.unparse, (*other.args, *(keyword.value for keyword in other.keywords))))
                 if called(other) != "train" or values:
-                    self._line(f"{called(other)}()", values, CALLS, called(other), "not known")
+                    row = CALLS.get(called(other))
+                    self.lines.append(Line(f"{called(other)}()", values, row and row.fate, row.says if row else "not known"))
         return name, self.known, self.lines
 
     def read(self, name: str, node: ast.expr) -> None:
-        """Adds an argument to what is given, or to the lines if its value is not known."""
-        value = self._objects(node) if name in OBJECTS else self.value(node)
+        """Adds an argument to those that are known; a line where its value is not known, and matters."""
+        value, row = self._objects(node) if name in OBJECTS else self.value(node), TABLE.get(name)
         if value is not UNKNOWN:
             self.known[name] = value
+        elif row is not None and row.convert is None:
+            self.lines.append(Line(name, ast.unparse(node), row.fate, row.says))
         else:
             self.lines.append(Line(name, ast.unparse(node), None, "an expression: say it in the recipe"))
 
     def _adapter(self, call: ast.Call) -> None:
         """Adds what a call that describes an adapter says, and its defaults for the rest."""
-        self.known.setdefault("use_peft", True)
         described = {keyword.arg or OPEN: keyword.value for keyword in call.keywords}
-        if called(call) == "get_peft_model" and not described.keys() & LORA.keys():
+        peft = called(call) == "LoraConfig"
+        self.known.setdefault("use_peft", True)
+        if not peft and not described.keys() & LORA.keys():
             return  # peft's function of that name takes a LoraConfig
+        values = {} if OPEN in described else dict(ADAPTERS[called(call)])
         for name, node in described.items():
-            if name in LORA:
-                self.read(LORA[name], node)
-            elif called(call) == "LoraConfig" and name not in NO_MATTER and self.value(node) not in (None, False, "none", [], {}):
-                self.lines.append(Line(f"peft_config.{name}", ast.unparse(node), "missing", ADAPTER_HAS))
-        if OPEN not in described:
-            said = {LORA.get(name) for name in described}
-            self.known |= {name: value for name, value in ADAPTERS[called(call)].items() if name not in said}
-
-    def _line(self, name: str, value: str, table: Mapping[str, Any], row: str, unknown: str) -> None:
-        self.lines.append(Line(name, value, table[row].fate, table[row].says) if row in table else Line(name, value, None, unknown))
+            if name not in LORA and not (peft and name != OPEN):
+                continue
+            values[name] = self.value(node)
+            if values[name] is UNKNOWN:
+                self.read(LORA.get(name, ADAPTER + name), node)
+                del values[name]
+        self.known |= adapter_arguments(values)
 
     def _is(self, node: ast.expr, trainer: str) -> bool:
         """True for the call that makes the trainer, and for the variable that holds it."""
@@ -163,12 +159,10 @@ class _Script:
                 continue
             if name == "model":
                 self._model(node)
-            elif name in OBJECTS:
-                self.read(name, node)
             elif name in ("train_dataset", "eval_dataset"):
                 self._dataset(name, node)
             elif name != "peft_config" or not any(called(one) in ADAPTERS for one in self.calls):  # read where it is made
-                self._line(name, ast.unparse(node), TABLE, name, "no argument of TRL's")
+                self.read(name, node)
 
     def _model(self, node: ast.expr) -> None:
         """A model's path, also that of `AutoModelForCausalLM.from_pretrained(PATH, ...)`."""
@@ -176,17 +170,13 @@ class _Script:
         while isinstance(loaded, ast.Call) and isinstance(loaded.func, ast.Attribute) and called(loaded) in _MOVES:
             loaded = self.followed(loaded.func.value)
         if not (isinstance(loaded, ast.Call) and called(loaded) == "from_pretrained" and loaded.args):
-            return self.read("model_name_or_path", node)
-        if (path := self.value(loaded.args[0])) is UNKNOWN:
-            return self.read("model_name_or_path", node)
-        self.known.setdefault("model_name_or_path", path)
+            self.read("model_name_or_path", node)
+            return
+        if "model_name_or_path" not in self.known:
+            self.read("model_name_or_path", loaded.args[0])
         for keyword in loaded.keywords:
-            if keyword.arg == "quantization_config":
-                self._line(keyword.arg, ast.unparse(keyword.value), TABLE, "load_in_4bit", "")
-            elif keyword.arg in ("dtype", "torch_dtype", "attn_implementation", "trust_remote_code"):
-                value = self.value(keyword.value)
-                self.known |= {} if value is UNKNOWN or keyword.arg in self.known else {keyword.arg: value}
-        return None
+            if keyword.arg in LOADING and keyword.arg not in self.known:
+                self.read(keyword.arg, keyword.value)
 
     def _dataset(self, which: str, node: ast.expr) -> None:
         """What `load_dataset("name", split="train")` behind a trainer's argument says."""
@@ -204,14 +194,10 @@ class _Script:
                 path, split = (files.get(split or "train") if isinstance(files, dict) else files), None
             elif isinstance(part, str) and part:
                 path = f"{path}:{part}"
-        ours, theirs, key = {
-            "train_dataset": ("dataset_name", "dataset_train_split", "data.path"),
-            "eval_dataset": ("eval_dataset_name", "dataset_test_split", "data.eval_path"),
-        }[which]
         if isinstance(path, str):
-            self.known |= {ours: path} | ({theirs: split} if split else {})
+            self.known |= {which: path} | ({SPLITS[which]: split} if split else {})
         else:
-            says = f"rows that the script makes: write them with dataset.to_json(...), and give the file as {key}"
+            says = f"rows that the script makes: write them with dataset.to_json(...), and give the file as {TABLE[which].key}"
             self.lines.append(Line(which, ast.unparse(node), None, says))
 
     # ------------------------------------------------------------ values
