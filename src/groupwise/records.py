@@ -153,6 +153,18 @@ class Branch:
     """int64 (c,), c >= 1: everything that the policy saw when it drew token `begin`, prompt included."""
 
 
+def stretches(n: int, prompt: np.ndarray, branches: Sequence[Branch]) -> list[tuple[int, int, np.ndarray]]:
+    """The tokens of a completion of `n` by what they were drawn behind: (first, one behind the last, the ids before the first).
+
+    >>> branch = Branch(begin=2, context=np.array([5, 8]))
+    >>> [(begin, end, context.tolist()) for begin, end, context in stretches(3, np.array([5, 9]), [branch])]
+    [(0, 2, [5, 9]), (2, 3, [5, 8])]
+    """
+    begins, contexts = [0, *(one.begin for one in branches), n], [prompt, *(one.context for one in branches)]
+    parts = [part for part in zip(begins[:-1], begins[1:], contexts, strict=True) if part[1] > part[0]]
+    return parts or [(0, 0, prompt)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Episode:
     """How a completion of several turns came about.  Its tokens are those of all turns and answers in their order, each once.
@@ -352,9 +364,8 @@ class Sample:
     """Samples of one group share the prompt: it is computed once."""
     index: int = 0
     """Of a rollout's sample: its place in the group, which with the group's name tells whose it is; -1 of a demonstration's."""
-    part: tuple[int, int] | None = None
-    """Of a part of an episode: where its tokens begin and end in the episode's.  They are the last of `completion`; what stands
-    before them, and the prompt, is what they were drawn behind.  The parts of an episode stand one behind the other."""
+    branches: tuple[Branch, ...] = ()
+    """Of an episode's sample: see `Episode.branches`."""
     prompt: np.ndarray
     """int64 (m,), m >= 1."""
     completion: np.ndarray
@@ -380,7 +391,6 @@ class Sample:
             columns["reference_logp"] = self.reference_logp
         for name, column in columns.items():
             assert column.shape == self.completion.shape, f"{name} {column.shape} for {self.completion.shape} tokens"
-        assert self.part is None or 0 <= self.part[0] < self.part[1] <= self.part[0] + self.completion.size
         assert self.support is None or len(self.support) == self.completion.size
 
 
@@ -464,10 +474,12 @@ class Batch:
     """Ids that could be drawn, flat (E,), and where each trained position's begin (M + 1,); an empty stretch means all."""
     extra_P: Mapping[str, Tensor] = field(default_factory=dict)
     sequence_P: Tensor = None  # type: ignore[assignment]
-    """Which completion each position belongs to, by the first of its segments; only of an episode's parts another than `segment_P`,
-    the default."""
+    """Which completion each position belongs to, by the first of its segments; another than `segment_P`, the default, only where a
+    sample has branches."""
     samples: tuple[int, ...] = ()
     """For each segment the index of its sample in the list that was packed; -1 for a prefix."""
+    tokens: tuple[tuple[int, int], ...] = ()
+    """For each segment the tokens of its sample's completion that it predicts: the first, and one behind the last."""
     routing: Routing | None = None
     """What the tokens of the whole step ask of a mixture's experts, where the loss balances them."""
 
@@ -479,7 +491,7 @@ class Batch:
         columns += [self.behavior_logp_P, self.temperature_P, *self.extra_P.values()]
         columns += [] if self.reference_logp_P is None else [self.reference_logp_P]
         assert all(column.shape == (total,) for column in columns), [tuple(column.shape) for column in columns]
-        assert len(self.samples) in (0, self.layout.segments)
+        assert len(self.samples) in (0, self.layout.segments) and len(self.tokens) == len(self.samples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""Episodes in training: branches are samples whose numbers are put together again, and observations change no bit of anything."""
+"""Episodes in training: each branch is a segment of its own, and observations change no bit of anything."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from groupwise.training.mismatch import diagnose
 from groupwise.training.online import train_online, worked
 from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.training.passes import Assessment, batches_of, score, score_rollouts
-from groupwise.training.samples import joined, part_of, samples_of, unbranched, weigh
+from groupwise.training.samples import sample_of, unbranched, weigh
 from groupwise.training.signals import with_reference, with_scores
 from groupwise.training.teachers import Teacher
 
@@ -158,8 +158,10 @@ def test_each_branch_is_scored_behind_its_context(family: str, attention: str, t
         tiny_policy(family, dtype=torch.float64 if family != "gemma2" else torch.float32, scale=3.0), attention=attention
     )
     rollouts = [rollout for group in groups_with("other") for rollout in group.rollouts]
-    prompts = {sample.prompt.tobytes() == r.prompt.tokens.tobytes() for r in rollouts for sample in samples_of(r)}
-    assert prompts == {True, False}  # contexts that begin with the prompt, and others
+    begins = {
+        part.prompt.tokens.tolist()[: len(r.prompt.tokens)] == r.prompt.tokens.tolist() for r in rollouts for part in unbranched(r)
+    }
+    assert begins == {True, False}  # contexts that begin with the prompt, and others
     for rollout, found in zip(rollouts, score_rollouts(policy, rollouts, budget=60), strict=True):
         expected = []
         for part in unbranched(rollout):
@@ -174,40 +176,27 @@ def test_each_branch_is_scored_behind_its_context(family: str, attention: str, t
 
 @given(seed=st.integers(0, 1000), cut=st.sampled_from(["same", "other", None]), budget=st.integers(5, 200))
 def test_what_is_cut_is_put_together_again(seed: int, cut: str | None, budget: int) -> None:
-    """Through packing and back; a token stands in one part, and all parts of an episode in one micro-batch, as one sequence."""
+    """Through packing and back; all segments of an episode are in one micro-batch, as one sequence."""
     rng = np.random.default_rng(seed)
     rollouts = [r for group in groups_with(cut, seed=seed) for r in group.rollouts]
-    columns = [rng.normal(size=len(r)) for r in rollouts]
-    samples = [
-        sample
-        for r, column in zip(rollouts, columns, strict=True)
-        for sample in samples_of(r, advantage=column, extra={"x": -column})
-    ]
-    for (whole, values), rollout, column in zip(joined((s, s.advantage) for s in samples), rollouts, columns, strict=True):
-        assert (whole.group, whole.index) == (rollout.prompt.id, rollout.index)
-        assert whole.completion.tolist() == rollout.tokens.tolist()
-        assert values.tolist() == whole.advantage.tolist() == (-whole.extra["x"]).tolist() == column.tolist()
-        assert (whole.weight != 0).tolist() == rollout.trained.tolist()
-        for sample in samples:
-            if (sample.group, sample.index) == (whole.group, whole.index):
-                assert part_of(sample, column).tolist() == sample.advantage.tolist()
-    found = [np.zeros(sample.completion.size) for sample in samples]
-    seen: dict[tuple[str, int], int] = {}
-    for b, batch in enumerate(pack(samples, budget)):
-        trained = batch.weight_P != 0
-        assert int(trained.sum()) == batch.trained_M.numel()
-        owners: dict[tuple[str, int], set[int]] = {}
-        for s, owner in enumerate(batch.samples):
-            if owner >= 0:
-                key = samples[owner].group, samples[owner].index
-                assert seen.setdefault(key, b) == b
-                owners.setdefault(key, set()).update(batch.sequence_P[batch.segment_P == s].tolist())
-        assert all(len(numbers) == 1 for numbers in owners.values())
-        assert len({next(iter(numbers)) for numbers in owners.values()}) == len(owners)
-        for i, values in unpack(batch, batch.advantage_P.double(), samples):
-            found[i] = values
-    for (_, values), rollout, column in zip(joined(zip(samples, found, strict=True)), rollouts, columns, strict=True):
-        np.testing.assert_allclose(values[rollout.trained], column[rollout.trained], rtol=1e-6)
+    samples = [sample_of(r, advantage=(column := rng.normal(size=len(r))), extra={"x": -column}) for r in rollouts]
+    columns: dict[int, np.ndarray] = {}
+    sequences = 0
+    for batch in pack(samples, budget):
+        assert int((batch.weight_P != 0).sum()) == batch.trained_M.numel()
+        owner_S = {s: index for s, index in enumerate(batch.samples) if index >= 0}
+        numbers = {(index, n) for s, index in owner_S.items() for n in batch.sequence_P[batch.segment_P == s].tolist()}
+        assert len(numbers) == len(set(owner_S.values()))
+        sequences += len(numbers)
+        assert torch.equal(batch.advantage_P, -batch.extra_P["x"])
+        columns |= dict(unpack(batch, batch.advantage_P.double(), samples))
+        for index, target_n in unpack(batch, batch.target_P, samples):
+            assert (target_n == samples[index].completion)[rollouts[index].trained].all()
+    assert sequences == len(samples) == len(columns)
+    for i, sample in enumerate(samples):
+        trained = rollouts[i].trained
+        assert ((sample.weight != 0) == trained).all()
+        np.testing.assert_allclose(columns[i][trained], sample.advantage[trained], rtol=1e-6)
 
 
 def bits(step: dict[str, float]) -> dict[str, bytes]:
@@ -385,7 +374,7 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
     splits = 0
     for step in steps:
         rollouts = [r for group in step.groups for r in group.rollouts]
-        splits += sum(len(samples_of(r)) > 1 for r in rollouts)
+        splits += sum(len(unbranched(r)) > 1 for r in rollouts)
         assert step.metrics["episodes/turns"] > 1
         assert all(("process" in group.signals) == (preset == "process") for group in step.groups)
         assert step.metrics["tokens/sampled"] == sum(r.trained.sum() for r in rollouts)

@@ -46,7 +46,7 @@ from groupwise.runs.progress import make_console, safe
 from groupwise.runs.stage_outputs import resolved
 from groupwise.training.mismatch import diagnose
 from groupwise.training.passes import score
-from groupwise.training.samples import joined, samples_of
+from groupwise.training.samples import sample_of, unbranched
 from groupwise.utils.secrets import scrubbed
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
@@ -375,7 +375,7 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     sampling = replace(sampling_of(recipe.rollout), max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
     groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
     rollouts = [rollout for group in groups for rollout in group]
-    samples = [sample for rollout in rollouts for sample in samples_of(rollout)]
+    samples = [sample_of(rollout) for rollout in rollouts]
     budget = positions_of(job.recipe)
     scored = score(policy, samples, budget=budget).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
@@ -383,14 +383,15 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     behavior = [sample.behavior_logp for sample in samples]
     agreed = _agree("log-probs", behavior, scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
     if not agreed.good:
-        whole = [logp for _, logp in joined(zip(samples, scored, strict=True))]
-        agreed = replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, whole)}")
+        agreed = replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, scored)}")
     yield agreed
     alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
     unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
     yield _agree("packing", unshared, scored, limit, "shared prompts = repeated prompts", "shared and repeated prompts")
-    own = [_own_forward(policy, sample) for sample in samples[:PROMPTS]]
+    own = [
+        np.concatenate([_own_forward(policy, sample_of(part)) for part in unbranched(rollout)]) for rollout in rollouts[:PROMPTS]
+    ]
     yield _agree("positions", own, scored, limit, "= the model's own forward pass", "the packed and the model's own forward pass")
     yield _endings(recipe, job, prompts, rollouts)
     yield from _spread(rewards.score(groups)) if rewards.names else ()

@@ -11,6 +11,8 @@ completion token (which predicts nothing) is not computed at all:
     position  0 1 | 2 3 4 | 2 3
     target    - - | x y z | u v
 
+A completion that was drawn behind several contexts (`Sample.branches`) becomes a segment for each, all in one batch.
+
 P positions of the stream   n completion tokens   m prompt tokens
 """
 
@@ -25,16 +27,34 @@ from torch import Tensor
 
 from groupwise.distributed.comm import ALONE, World
 from groupwise.ops.onednn_shapes import filled
-from groupwise.records import Batch, Layout, Sample
+from groupwise.records import Batch, Layout, Sample, stretches
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Tokens of a sample's completion that become one segment: all of them, unless the sample has branches."""
+
+    owner: int
+    """Place of the sample among those that are packed."""
+    begin: int
+    end: int
+    """The tokens are `completion[begin:end]`."""
+    prompt: np.ndarray
+    """The ids that stand before them and may be shared: the sample's prompt, or a context that does not begin with it."""
+    between: np.ndarray
+    """The ids of the context between the sample's prompt and the tokens."""
+
+    @property
+    def size(self) -> int:
+        """Positions that it takes beside those of its prompt's tokens before the last one."""
+        return self.between.size + self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Samples that are packed next to each other and share one prompt, and the positions they take.
+    """Pieces that are packed next to each other, and the positions they take.  All pieces of a sample are in one unit."""
 
-    A unit holds all parts of an episode; parts behind a branch bring prompts of their own."""
-
-    members: tuple[int, ...]
+    members: tuple[Span, ...]
     positions: int
     shared: bool
     """A prompt stands once for all of them that have it."""
@@ -45,7 +65,7 @@ def pack(
     budget: int,
     *,
     share: bool = True,
-    alike: Callable[[Sample], Hashable] | None = None,
+    alike: Callable[[int], Hashable] | None = None,
     whole_groups: bool = False,
     fill: bool = False,
     device: torch.device | str = "cpu",
@@ -56,8 +76,8 @@ def pack(
     """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).
 
     Samples whose weights are all 0 take no position.  `share=False` repeats the prompt before every completion; with `alike` only
-    samples for which it returns the same value share a prompt; `whole_groups` never cuts a group; `fill` rounds P up with filler
-    (`ops/onednn_shapes.py`).  How samples are packed cannot change an update: weights were fixed before.
+    sequences for whose positions it returns the same value share a prompt; `whole_groups` never cuts a group; `fill` rounds P up
+    with filler (`ops/onednn_shapes.py`).  How samples are packed cannot change an update: weights were fixed before.
 
     world: of several processes, which all pack the same samples, each gets its own part, balanced by positions.
     even: every process gets the same number of batches, the last ones a single position of filler where there is no more.
@@ -85,7 +105,7 @@ def divide(
     parts: int,
     *,
     share: bool = True,
-    alike: Callable[[Sample], Hashable] | None = None,
+    alike: Callable[[int], Hashable] | None = None,
     whole_groups: bool = False,
 ) -> list[list[Unit]]:
     """Deal the units of a step out to processes: the longest first, each to the one that has the fewest positions.
@@ -122,62 +142,62 @@ def _longest(parts: Sequence[Sequence[Unit]]) -> int:
 
 
 def unpack(batch: Batch, values_P: Tensor, samples: Sequence[Sample]) -> Iterator[tuple[int, np.ndarray]]:
-    """For every sample of the batch: its index, and its completion's part (n,) of a column of the stream."""
+    """For every sample of the batch: its index, and its completion's numbers (n, ...) of a column of the stream (P, ...); 0 at
+    tokens that stand in no segment."""
     values = values_P.detach().cpu().numpy()
-    layout = batch.layout
+    columns: dict[int, np.ndarray] = {}
     for s, index in enumerate(batch.samples):
         if index >= 0:
-            end = layout.start[s] + layout.length[s]
-            yield index, values[end - samples[index].completion.size : end]
+            begin, end = batch.tokens[s]
+            stop = batch.layout.start[s] + batch.layout.length[s]
+            if index not in columns:
+                columns[index] = np.zeros((samples[index].completion.size, *values.shape[1:]), values.dtype)
+            columns[index][begin:end] = values[stop - (end - begin) : stop]
+    yield from columns.items()
 
 
-def _units(
-    samples: Sequence[Sample], budget: int, share: bool, alike: Callable[[Sample], Hashable] | None, whole: bool
-) -> list[Unit]:
-    kinds = [alike(sample) if alike else None for sample in samples]
-    episodes: dict[tuple[str, int], list[int]] = {}
+def _pieces(owner: int, sample: Sample) -> list[Span]:
+    """The pieces of a sample with a token whose weight is not 0."""
+    pieces = []
+    for begin, end, context in stretches(sample.completion.size, sample.prompt, sample.branches):
+        if sample.weight[begin:end].any():
+            size = sample.prompt.size if np.array_equal(context[: sample.prompt.size], sample.prompt) else context.size
+            pieces.append(Span(owner, begin, end, context[:size], context[size:]))
+    return pieces
+
+
+def _units(samples: Sequence[Sample], budget: int, share: bool, alike: Callable[[int], Hashable] | None, whole: bool) -> list[Unit]:
+    groups: dict[tuple[str, Hashable], list[list[Span]]] = {}
+    kinds: dict[tuple[str, Hashable], set[Hashable]] = {}
     for index, sample in enumerate(samples):
-        if sample.part is not None and sample.weight.any():
-            episodes.setdefault((sample.group, sample.index), []).append(index)
-    groups: dict[tuple[str, Hashable], list[list[int]]] = {}
-    for index, sample in enumerate(samples):
-        if not sample.weight.any():
-            continue
-        block = [index] if sample.part is None else episodes[sample.group, sample.index]
-        if block[0] == index:
-            alike_ones = {kinds[i] for i in block}
-            kind = kinds[index] if len(alike_ones) == 1 else frozenset(alike_ones)
-            part = None if whole else kind if share else index
-            groups.setdefault((sample.group, part), []).append(block)
+        if block := _pieces(index, sample):
+            lengths = frozenset(alike(piece.prompt.size + piece.size - 1) if alike else None for piece in block)
+            key = sample.group, None if whole else lengths if share else index
+            groups.setdefault(key, []).append(block)
+            kinds.setdefault(key, set()).update(lengths)
     units = []
-    for blocks in groups.values():
-        members = [index for block in blocks for index in block]
-        plain = [samples[i] for i in members if samples[i].part is None]
-        assert all(np.array_equal(one.prompt, plain[0].prompt) for one in plain), f"group {plain[0].group}: two prompts"
-        shared = share and len({kinds[i] for i in members}) == 1
-        several = len(plain) < len(members)
-        taken: list[int] = []
-        positions, prompts = 0, set[bytes]()
-
-        def added(block: list[int], prompts: set[bytes], *, shared: bool = shared, several: bool = several) -> int:
-            """Positions that a block takes behind others, whose prompts stand already; its own are noted."""
-            size = 0
-            for sample in (samples[i] for i in block):
-                prompt = sample.prompt.tobytes() if several else b""
-                size += sample.completion.size + (0 if shared and prompt in prompts else sample.prompt.size - 1)
-                prompts.add(prompt)
-            return size
-
+    for key, blocks in groups.items():
+        first = samples[blocks[0][0].owner]
+        assert all(np.array_equal(samples[block[0].owner].prompt, first.prompt) for block in blocks), f"group {key[0]}: two prompts"
+        shared = share and len(kinds[key]) == 1
+        taken: list[Span] = []
+        positions = 0
         for block in blocks:
-            size = added(block, prompts)
-            if taken and positions + size > budget and not whole:
+            both = _positions([*taken, *block], shared)
+            if taken and both > budget and not whole:
                 units.append(Unit(tuple(taken), positions, shared))
-                taken, positions, prompts = [], 0, set()
-                size = added(block, prompts)
+                taken, both = [], _positions(block, shared)
             taken += block
-            positions += size
+            positions = both
         units.append(Unit(tuple(taken), positions, shared))
     return units
+
+
+def _positions(pieces: Sequence[Span], shared: bool) -> int:
+    """Positions that pieces take, next to each other; each prompt stands once, if it is shared."""
+    prompts = [piece.prompt for piece in pieces]
+    prompts = list({prompt.tobytes(): prompt for prompt in prompts}.values()) if shared else prompts
+    return sum(piece.size for piece in pieces) + sum(prompt.size - 1 for prompt in prompts)
 
 
 def _bins(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
@@ -216,36 +236,34 @@ class _Stream:
         self.length: list[int] = []
         self.prefix: list[int] = []
         self.owner: list[int] = []
+        self.tokens: list[tuple[int, int]] = []
         self.end = 0
 
     def add(self, samples: Sequence[Sample], unit: Unit) -> None:
-        """Append a unit: a prompt once if it is shared, then every member that has it."""
-        families: dict[bytes, list[int]] = {}
-        several = any(samples[index].part is not None for index in unit.members)
-        for index in unit.members:
-            families.setdefault(samples[index].prompt.tobytes() if several else b"", []).append(index)
+        """Append a unit: a prompt once if it is shared, then every piece that has it."""
+        families: dict[bytes, list[Span]] = {}
+        for piece in unit.members:
+            families.setdefault(piece.prompt.tobytes(), []).append(piece)
         for members in families.values():
-            prompt = samples[members[0]].prompt
+            prompt = members[0].prompt
             shared = unit.shared and len(members) > 1 and prompt.size > 1
             parent = len(self.start) if shared else -1
             if shared:
-                self._place(prompt[:-1], 0, -1, -1)
+                self._place(prompt[:-1], 0, -1, -1, (0, 0))
             head = prompt[-1:] if shared else prompt
-            for index in members:
-                sample = samples[index]
-                self._place(np.concatenate([head, sample.completion[:-1]]), prompt.size - head.size, parent, index)
-                self._annotate(sample)
+            for piece in members:
+                sample, tokens = samples[piece.owner], (piece.begin, piece.end)
+                ids = np.concatenate([head, piece.between, sample.completion[piece.begin : piece.end]])
+                self._place(ids[:-1], prompt.size - head.size, parent, piece.owner, tokens)
+                self._annotate(sample, *tokens)
 
-    def sequences(self, samples: Sequence[Sample]) -> np.ndarray | None:
-        """`Batch.sequence_P` (P,): positions of one episode have the same number; None if no sample is a part of an episode."""
-        first: dict[tuple[str, int], int] = {}
-        places = list(range(len(self.start)))
-        for s, owner in enumerate(self.owner):
-            if owner >= 0 and samples[owner].part is not None:
-                places[s] = first.setdefault((samples[owner].group, samples[owner].index), s)
-        return np.array([*places, -1])[self.ids["segment"]] if first else None
+    def sequences(self) -> np.ndarray | None:
+        """`Batch.sequence_P` (P,): positions of one sample have the same number; None if each has but one segment."""
+        first: dict[int, int] = {}
+        places = [first.setdefault(owner, s) if owner >= 0 else s for s, owner in enumerate(self.owner)]
+        return None if places == list(range(len(places))) else np.array([*places, -1])[self.ids["segment"]]
 
-    def _place(self, ids: np.ndarray, position: int, parent: int, owner: int) -> None:
+    def _place(self, ids: np.ndarray, position: int, parent: int, owner: int, tokens: tuple[int, int]) -> None:
         own = slice(self.end, self.end + ids.size)
         self.ids["tokens"][own] = ids
         self.ids["position"][own] = np.arange(position, position + ids.size)
@@ -254,20 +272,22 @@ class _Stream:
         self.length.append(ids.size)
         self.prefix.append(parent)
         self.owner.append(owner)
+        self.tokens.append(tokens)
         self.end = own.stop
 
-    def _annotate(self, sample: Sample) -> None:
-        """The last n positions predict the completion of the sample that was just placed."""
-        own = slice(self.end - sample.completion.size, self.end)
-        self.ids["target"][own] = sample.completion
-        for name in ("weight", "advantage", "behavior_logp", "temperature"):
-            self.columns[name][own] = getattr(sample, name)
+    def _annotate(self, sample: Sample, begin: int, end: int) -> None:
+        """The last positions predict the tokens of the piece that was just placed."""
+        own, tokens = slice(self.end - (end - begin), self.end), slice(begin, end)
+        self.ids["target"][own] = sample.completion[tokens]
+        for name in ("weight", "advantage", "behavior_logp"):
+            self.columns[name][own] = getattr(sample, name)[tokens]
+        self.columns["temperature"][own] = sample.temperature
         if sample.reference_logp is not None:
-            self.columns["reference_logp"][own] = sample.reference_logp
+            self.columns["reference_logp"][own] = sample.reference_logp[tokens]
         for name, column in sample.extra.items():
-            self.extra[name][own] = column
+            self.extra[name][own] = column[tokens]
         if sample.support is not None:
-            self.supports.append((own.start, sample.support))
+            self.supports.append((own.start, sample.support[tokens]))
 
 
 def _batch(
@@ -278,7 +298,7 @@ def _batch(
     dtype: torch.dtype,
 ) -> Batch:
     used = sum(unit.positions for unit in units)
-    members = [samples[i] for unit in units for i in unit.members] or samples[:1]
+    members = [samples[piece.owner] for unit in units for piece in unit.members] or samples[:1]
     stream = _Stream(filled(used) if fill and used else max(used, 1), members[0].extra)
     for unit in units:
         stream.add(samples, unit)
@@ -290,7 +310,7 @@ def _batch(
         return torch.from_numpy(stream.ids[name]).to(device)
 
     referred = all(sample.reference_logp is not None for sample in members)
-    weight, sequence = stream.columns["weight"], stream.sequences(samples)
+    weight, sequence = stream.columns["weight"], stream.sequences()
     return Batch(
         layout=Layout(start=tuple(stream.start), length=tuple(stream.length), prefix=tuple(stream.prefix), total=weight.size),
         tokens_P=ids("tokens"),
@@ -307,6 +327,7 @@ def _batch(
         extra_P={name: column(values) for name, values in stream.extra.items()},
         sequence_P=None if sequence is None else torch.from_numpy(sequence).to(device),  # type: ignore[arg-type]
         samples=tuple(stream.owner),
+        tokens=tuple(stream.tokens),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,6 @@ from groupwise.models import rope
 from groupwise.models.logit_scale import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.onednn_shapes import tiled
-from groupwise.records import Sample
 
 METHOD = "run_backbone"
 """Attribute of a sharded model that runs its backbone with weights gathered."""
@@ -126,11 +126,9 @@ class Policy:
         return self.device.type == "cpu" and tiled(torch.bfloat16 if self.autocast else self.dtype)
 
     @property
-    def alike(self) -> Callable[[Sample], Hashable] | None:
-        """Which samples may share a prompt: those whose sequences have the same frequencies; None if all have."""
-        if not self.switches:
-            return None
-        return lambda sample: rope.regime(self.switches, sample.prompt.size + sample.completion.size - 1)
+    def alike(self) -> Callable[[int], Hashable] | None:
+        """Which sequences may share a prompt, by their positions: those with the same frequencies; None if all have."""
+        return partial(rope.regime, self.switches) if self.switches else None
 
     @property
     def empty(self) -> bool:

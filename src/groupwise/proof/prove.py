@@ -225,7 +225,7 @@ class _Case:
         apart = [
             float((before - behind).abs().max())
             for one, other, before, behind in pairs
-            if one.sample.group == other.sample.group and (alike is None or alike(one.sample) == alike(other.sample))
+            if one.sample.group == other.sample.group and (alike is None or alike(one.size) == alike(other.size))
         ]
         if expected.first and max(apart, default=0.0) <= VALUES:
             return

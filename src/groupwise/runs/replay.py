@@ -45,7 +45,7 @@ from groupwise.training.groups import COMPUTED, RecordedRollouts
 from groupwise.training.metric_table import find
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import train_online
-from groupwise.training.samples import joined, minibatches, weigh
+from groupwise.training.samples import minibatches, weigh
 from groupwise.utils import files
 from groupwise.utils.spelling import near_path
 
@@ -327,8 +327,7 @@ def _outcome(
         last = [closed_form(algorithm, samples, seen) for samples in steps] if seen and not algorithm.needs_entropy else []
     except DataError as error:
         without = str(error)
-    whole = [one for samples in steps for one, _ in joined((sample, sample.weight) for sample in samples)]
-    weights = {(sample.group, sample.index): sample.weight for sample in whole}
+    weights = {(sample.group, sample.index): sample.weight for samples in steps for sample in samples}
     return ReplayedStep(
         recipe=recipe,
         algorithm=algorithm,

@@ -18,7 +18,6 @@ from groupwise.errors import DataError
 from groupwise.records import Sample
 from groupwise.training.loss import Loss
 from groupwise.training.online import entropy_tokens, with_forking, worked
-from groupwise.training.samples import joined, part_of
 
 Tokens = Mapping[tuple[str, int], np.ndarray]
 """By group and index of a completion: a number per token (n,)."""
@@ -77,7 +76,12 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
             values_P = torch.full((batch.layout.total,), empty, dtype=torch.float64)
             values_P[rows_M] = values_M
             found |= {i: values.copy() for i, values in unpack(batch, values_P, columns)}
-    return ClosedForm(loss=loss, gradient=_of_completions(columns, gradient, 0.0), ratio=_of_completions(columns, ratio, 1.0))
+    keys = [(sample.group, sample.index) for sample in columns]
+    return ClosedForm(
+        loss=loss,
+        gradient={keys[i]: values for i, values in gradient.items()},
+        ratio={keys[i]: values for i, values in ratio.items()},
+    )
 
 
 def _check_recorded(what: str, tokens: Tokens, samples: Sequence[Sample]) -> None:
@@ -89,18 +93,8 @@ def _check_recorded(what: str, tokens: Tokens, samples: Sequence[Sample]) -> Non
         )
 
 
-def _of_completions(
-    samples: Sequence[Sample], by_sample: Mapping[int, np.ndarray], empty: float
-) -> dict[tuple[str, int], np.ndarray]:
-    """Numbers by sample as those of completions; `empty` where a part of one has none, because nothing of it is trained."""
-    complete = [(sample, by_sample.get(i, np.full(sample.completion.size, empty))) for i, sample in enumerate(samples)]
-    known = {(sample.group, sample.index) for i, sample in enumerate(samples) if i in by_sample}
-    return {(one.group, one.index): values for one, values in joined(complete) if (one.group, one.index) in known}
-
-
 def _of(tokens: Tokens, sample: Sample) -> np.ndarray:
-    column = tokens.get((sample.group, sample.index), np.zeros(0))
-    return part_of(sample, column) if column.size else column
+    return tokens.get((sample.group, sample.index), np.zeros(0))
 
 
 def _label(sample: Sample) -> str:

@@ -21,7 +21,6 @@ from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
 from groupwise.records import Finish, Sample, Scored
 from groupwise.training.passes import Assessment, balance
-from groupwise.training.samples import joined
 
 
 def measure(
@@ -213,7 +212,7 @@ Seen = Sequence[tuple[Sample, np.ndarray]]
 
 def _rollouts(updates: Sequence[Assessment]) -> list[tuple[Sample, np.ndarray]]:
     """Samples of rollouts with the log-probs that updates saw; demonstrations are left out."""
-    return joined(pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0)
+    return [pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0]
 
 
 def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
@@ -337,7 +336,7 @@ def _spread(seen: Seen, function: Callable[[Terms, Tensor], Tensor], algorithm: 
 
 def by_completion(groups: Sequence[Scored], seen: Seen) -> list[list[np.ndarray]]:
     """Numbers per token of samples, in the order of the groups' completions; empty where there are none."""
-    numbers = {(sample.group, sample.index): values for sample, values in joined(seen)}
+    numbers = {(sample.group, sample.index): values for sample, values in seen}
     nothing = np.zeros(0)
     return [[numbers.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
 

@@ -23,7 +23,7 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Rollout, Sampling
 from groupwise.rollout.sampling import draw
-from groupwise.training.samples import stretches, unbranched
+from groupwise.training.samples import unbranched
 
 SEQUENCES, TOKENS = 4, 256
 """What is looked at: the completions that differ most, and the first tokens of each."""
@@ -82,8 +82,13 @@ def diagnose(
     policy: with the weights that scored.   scored: per rollout (n,), nats.
     older: weights that the sampler may have kept, by what they are called.
     """
-    scored = [column[a:b] for rollout, column in zip(rollouts, scored, strict=True) for a, b, _ in stretches(rollout)]
-    rollouts = [stretch for rollout in rollouts for stretch in unbranched(rollout)]
+    parts = [unbranched(rollout) for rollout in rollouts]
+    rollouts = [part for of_one in parts for part in of_one]
+    scored = [
+        column
+        for of_one, whole in zip(parts, scored, strict=True)
+        for column in np.split(whole, np.cumsum([len(part) for part in of_one])[:-1])
+    ]
     gaps = [
         np.abs(r.behavior_logp - s)[r.trained].mean() if r.trained.any() else -1.0 for r, s in zip(rollouts, scored, strict=True)
     ]

@@ -161,17 +161,9 @@ def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
 
     Those whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less work.
     (A loss that balances experts does, and a caller that has one computes all.)
-    Demonstrations have indices below 0.  Of an episode all parts are computed, or none.
+    Demonstrations have indices below 0.
     """
-    live = {(sample.group, sample.index, sample.part is None) for sample in samples if sample.advantage.any()}
-    return [
-        sample
-        for sample in samples
-        if sample.advantage.any()
-        or not algorithm.skips_dead
-        or sample.index < 0
-        or (sample.part is not None and (sample.group, sample.index, False) in live)
-    ]
+    return [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead or sample.index < 0]
 
 
 def with_forking(algorithm: Algorithm, samples: Sequence[Sample], entropies: Sequence[np.ndarray]) -> list[Sample]:

@@ -26,7 +26,7 @@ from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import PositionSupport, chosen_logprobs
 from groupwise.records import Batch, Rollout, Sample
 from groupwise.training.optimizer import StepStats
-from groupwise.training.samples import joined, samples_of
+from groupwise.training.samples import sample_of
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -189,8 +189,7 @@ def _read(policy: Policy, batch: Batch, *, entropy: bool) -> tuple[Tensor, Tenso
 
 def score_rollouts(policy: Policy, rollouts: Sequence[Rollout], *, budget: int) -> list[np.ndarray]:
     """Per rollout (n,): the policy's log-probs, each token's behind what it was drawn behind; see `score`."""
-    samples = [sample for rollout in rollouts for sample in samples_of(rollout)]
-    return [logp for _, logp in joined(zip(samples, score(policy, samples, budget=budget).logp, strict=True))]
+    return score(policy, [sample_of(rollout) for rollout in rollouts], budget=budget).logp
 
 
 def balance(updates: Sequence[Assessment]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Scored
 from groupwise.training.critics import Critic
 from groupwise.training.passes import assess, score
-from groupwise.training.samples import joined, minibatches, samples_of
+from groupwise.training.samples import minibatches, sample_of
 from groupwise.training.teachers import Teacher, scored_by_servers
 
 
@@ -42,8 +42,7 @@ def add_signals(
 
 def with_signal(groups: Sequence[Scored], name: str, values: Callable[[list[Sample]], Sequence[np.ndarray]]) -> list[Scored]:
     """Add the signal `name`.   values: per sample (n,), computed once for each rollout, packed with shared prompts."""
-    samples = [sample for group in groups for rollout in group.rollouts for sample in samples_of(rollout)]
-    columns = (column for _, column in joined(zip(samples, values(samples), strict=True)))
+    columns = iter(values([sample_of(rollout) for group in groups for rollout in group.rollouts]))
     return [replace(group, signals={**group.signals, name: tuple(next(columns) for _ in group.rollouts)}) for group in groups]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from groupwise.algorithms.parts import called, fact, name_of
 from groupwise.algorithms.table import Algorithm
 from groupwise.data.demonstrations import Demonstration
-from groupwise.data.packing import pack
+from groupwise.data.packing import pack, unpack
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.fused import fused_modules
@@ -29,9 +29,9 @@ from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import PLACE
 from groupwise.ops.distillation import head_divergence
-from groupwise.records import Batch, Prompt, Sample, Scored
+from groupwise.records import Batch, Prompt, Rollout, Sample, Scored, stretches
 from groupwise.rollout.vllm.scoring import ScoringServers
-from groupwise.training.samples import POLICY, WEIGHT, stretches
+from groupwise.training.samples import POLICY, WEIGHT
 
 UNBOUNDED = 1 << 60
 """Positions: everything in one batch."""
@@ -99,8 +99,7 @@ class Teacher:
         for group in groups:
             prompt = group.prompt
             hints[prompt.id] = self.hint(prompt)
-            behind = [context.size + end - begin for rollout in group.rollouts for begin, end, context in stretches(rollout)]
-            longest = hints[prompt.id].size + max(behind)
+            longest = hints[prompt.id].size + max(map(_longest, group.rollouts))
             if longest > self.policy.context:
                 raise ConfigError(
                     f"teacher.hint: with it prompt {prompt.id} and its longest completion have {longest} tokens, more than the "
@@ -110,23 +109,19 @@ class Teacher:
 
     def read(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the prompts that the teacher reads."""
-        return [
-            replace(sample, prompt=np.concatenate([self.hints[sample.group], sample.prompt]))
-            if sample.group in self.hints
-            else sample
-            for sample in samples
-        ]
+        return [_behind(self.hints[sample.group], sample) if sample.group in self.hints else sample for sample in samples]
 
     @torch.no_grad()
     def states(self, batch: Batch, samples: Sequence[Sample]) -> Tensor:
         """Its hidden states (M, E) at the trained rows of a batch, which was packed from `samples`."""
-        policy, own = self.policy, [index for index in batch.samples if index >= 0]
+        policy, own = self.policy, list(dict.fromkeys(index for index in batch.samples if index >= 0))
         # Frequencies that depend on the length are the policy's own affair: it may share prompts where the teacher may not.
         if not own or not (policy.switches or any(samples[index].group in self.hints for index in own)):
             with self._fused():
                 return forward(policy, batch).hidden_PD[batch.trained_M]
+        hinted = self.read([samples[index] for index in own])
         (other,) = pack(
-            self.read([samples[index] for index in own]),
+            hinted,
             UNBOUNDED,
             share=policy.attention == "shared",
             alike=policy.alike,
@@ -135,13 +130,13 @@ class Teacher:
         )
         with self._fused():
             hidden_PE = forward(policy, other).hidden_PD
-        rows = {}
-        for s, place in enumerate(other.samples):
-            if place >= 0:
-                sample = samples[own[place]]
-                end = other.layout.start[s] + other.layout.length[s]
-                rows[place] = end - sample.completion.size + np.flatnonzero(sample.weight)
-        return hidden_PE[torch.from_numpy(np.concatenate([rows[place] for place in range(len(own))])).to(policy.device)]
+        here, there = (torch.arange(one.layout.total) for one in (batch, other))
+        places = dict(unpack(other, there, hinted))
+        row_P = np.zeros(batch.layout.total, np.int64)
+        for place, (index, position_n) in enumerate(unpack(batch, here, samples)):
+            trained_n = samples[index].weight != 0
+            row_P[position_n[trained_n]] = places[place][trained_n]
+        return hidden_PE[torch.from_numpy(row_P).to(policy.device)[batch.trained_M]]
 
     def _fused(self) -> Any:
         model = self.policy.model
@@ -165,6 +160,18 @@ class Teacher:
             )
 
 
+def _longest(rollout: Rollout) -> int:
+    """Tokens of the longest text that a part of a completion ends."""
+    branches = () if rollout.episode is None else rollout.episode.branches
+    return max(context.size + end - begin for begin, end, context in stretches(len(rollout), rollout.prompt.tokens, branches))
+
+
+def _behind(hint: np.ndarray, sample: Sample) -> Sample:
+    """The sample with a hint before its prompt, and before the context of each branch."""
+    branches = tuple(replace(branch, context=np.concatenate([hint, branch.context])) for branch in sample.branches)
+    return replace(sample, prompt=np.concatenate([hint, sample.prompt]), branches=branches)
+
+
 def scored_by_servers(servers: ScoringServers, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Per sample (n,): what servers give to its completion's tokens.  Of several processes each asks for its share.
 
@@ -172,13 +179,20 @@ def scored_by_servers(servers: ScoringServers, samples: Sequence[Sample]) -> lis
     """
     assert all(sample.temperature == 1.0 and sample.support is None for sample in samples), "servers score raw logits alone"
 
+    texts = [
+        (context, sample.completion[begin:end])
+        for sample in samples
+        for begin, end, context in stretches(sample.completion.size, sample.prompt, sample.branches)
+    ]
+
     def own() -> list[tuple[int, np.ndarray]]:
-        mine = comm.share(list(enumerate(samples)))
-        logp = servers.logp([(sample.prompt, sample.completion) for _, sample in mine])
+        mine = comm.share(list(enumerate(texts)))
+        logp = servers.logp([text for _, text in mine])
         return [(place, values) for (place, _), values in zip(mine, logp, strict=True)]
 
-    found = dict(comm.together(own))
-    return [found[place] for place in range(len(samples))]
+    by_place = dict(comm.together(own))
+    logp = np.concatenate([by_place[place] for place in range(len(texts))])
+    return np.split(logp, np.cumsum([sample.completion.size for sample in samples])[:-1])
 
 
 def with_demonstrations(algorithm: Algorithm, samples: Sequence[Sample], shown: Sequence[Sample]) -> list[Sample]:
