@@ -64,9 +64,10 @@ class Session(Protocol):
         ...
 
     def draw(
-        self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None
+        self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None, *, agent: str = ""
     ) -> Future[SampledTokens]:
-        """The turn behind ids; it may fail with Refused.  rendered: of a chat request.  Raises Refused."""
+        """The turn behind ids; it may fail with Refused.  rendered: of a chat request.   agent: the agent of the episode that sends
+        the request, where several share it.   Raises Refused."""
         ...
 
     def respond(self, request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens) -> ChatResponse:
@@ -238,16 +239,15 @@ class _EndpointHandler(Handler):
 
     def _generate(self, episode: str | None) -> Any:
         session = self._episode(episode)
-        request = read_token_request(
-            self._body, vocabulary=self.server.vocabulary, eos_ids=session.codec.eos_ids, session=self._agent
-        )
-        return token_answer(f"generate-{secrets.token_hex(8)}", self._wait(session.draw(request.context, request.sampling)))
+        context, sampling = read_token_request(self._body, vocabulary=self.server.vocabulary, eos_ids=session.codec.eos_ids)
+        sampled = self._wait(session.draw(context, sampling, agent=self._agent))
+        return token_answer(f"generate-{secrets.token_hex(8)}", sampled)
 
     def _chat(self, episode: str | None) -> Any:
         session = self._episode(episode)
-        request = read_chat_request(self._body, session=self._agent)
+        request = read_chat_request(self._body)
         rendered = session.render(request)
-        sampled = self._wait(session.draw(rendered.context, request.sampling, rendered))
+        sampled = self._wait(session.draw(rendered.context, request.sampling, rendered, agent=self._agent))
         answer = chat_answer(request, rendered, sampled, session.respond(request, rendered, sampled), session.codec)
         return as_stream(answer, usage=request.usage) if request.stream else answer
 

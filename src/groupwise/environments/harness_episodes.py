@@ -173,6 +173,7 @@ class _TurnRequest:
     context: np.ndarray
     sampling: SamplingRequest
     rendered: RenderedRequest | None
+    agent: str
     sampled: Future[SampledTokens] = field(default_factory=Future)
 
 
@@ -232,7 +233,7 @@ class HarnessEpisode:
         with self._lock:
             stream, turn = self.stream, self.stream.turns[-1]
             request, self._drawing = self._drawing, None
-            self._drawn.append(_DrawnTurn(time.monotonic(), "" if request is None else request.sampling.session))
+            self._drawn.append(_DrawnTurn(time.monotonic(), "" if request is None else request.agent))
             if not self._waiting:
                 self._since = time.monotonic()
             tokens, logp = stream.tokens[turn.begin : turn.end], stream.logp[turn.begin : turn.end]
@@ -351,11 +352,11 @@ class HarnessEpisode:
         return self._served.render(request)
 
     def draw(
-        self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None
+        self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None, *, agent: str = ""
     ) -> Future[SampledTokens]:
         """Queue the request for the engine.  Raises Refused for other sampling than the run's, or an episode that is over."""
         sampling.check_against(self.world.limits.sampling)
-        request = _TurnRequest(context, sampling, rendered)
+        request = _TurnRequest(context, sampling, rendered, agent)
         with self._lock:
             if self._over is not None:
                 raise self._refusal()

@@ -37,7 +37,7 @@ class Echo:
     def respond(self, request, rendered, sampled):
         return self.codec.read(sampled, request, rendered.thinking, ())
 
-    def draw(self, context, sampling, rendered=None):
+    def draw(self, context, sampling, rendered=None, *, agent=""):
         done: Future = Future()
         done.set_result(SampledTokens([7, self.codec.eos_ids[0]], [-0.1, -0.2], Finish.EOS, 0))
         return done
@@ -277,7 +277,7 @@ def test_a_request_whose_client_has_gone_is_not_begun(serve, chat_tokenizer, end
     asked, waiting = threading.Event(), Future()
 
     class Slow(Echo):
-        def draw(self, context, sampling, rendered=None):
+        def draw(self, context, sampling, rendered=None, *, agent=""):
             asked.set()
             return waiting
 
@@ -306,7 +306,7 @@ def test_many_wait_at_once(serve, chat_tokenizer, end_id):
     lock = threading.Lock()
 
     class Gate(Echo):
-        def draw(self, context, sampling, rendered=None):
+        def draw(self, context, sampling, rendered=None, *, agent=""):
             with lock:
                 gate.append(Future())
                 return gate[-1]
