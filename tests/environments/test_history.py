@@ -84,7 +84,6 @@ def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str,
     """
     at = table(template=name, tools=("my_tools.py:echo",), past=past, runs="thread", max_turns=9, tokenizer=merging())
     tokenizer, splits = at.tokenizer, 0
-    turns = at.world.turns[""]
     for number in range(60):
         rng = random.Random(f"{name}/{number}")
         prompt = at.prompt(rng.choice(TEXTS) or "?")
@@ -110,7 +109,7 @@ def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str,
                 assert reply.tokens.size == 0
                 splits += 1
                 stream = reply.context.tolist()
-                _is_the_templates(stream, talk, turns, tokenizer)
+                _is_the_templates(stream, talk, tokenizer)
             assert at.streams[talk].ids().tolist() == stream
         episode = talk.close(Finish.EOS)
         assert [(one.begin, completion[one.begin : one.end]) for one in episode.turns] == written
@@ -118,9 +117,9 @@ def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str,
     assert splits == 0 if past == "keep" else splits > 10
 
 
-def _is_the_templates(stream: list[int], talk: Any, turns: Any, tokenizer: Any) -> None:
+def _is_the_templates(stream: list[int], talk: Any, tokenizer: Any) -> None:
     """The text of a context is the template's own of the whole conversation."""
-    (whole,) = render_chats(turns.tokenizer, [Chat(talk._written, tools=turns.tools, add_generation_prompt=True)])
+    (whole,) = render_chats(tokenizer, [Chat(talk._written, tools=talk._tools, add_generation_prompt=True)])
     assert tokenizer.decode(stream) == unmarked(str(whole))
 
 
@@ -129,7 +128,7 @@ def test_trap_3_the_past_is_kept_or_split(table: Callable[..., Any]) -> None:
     for past in ("keep", "split"):
         at = table(template="forgets", factory="my_tools.py:Guess", past=past, runs="thread")
         talk, reply = at.begin(secret=7)
-        before = at.world.template.tokenizer.decode(reply.context)
+        before = at.tokenizer.decode(reply.context)
         said = "<think>\nseven is lucky\n</think>\n\n3"
         reply = at.say(talk, said)
         episode = talk.close(Finish.LENGTH)
@@ -202,7 +201,7 @@ def test_trap_4_an_empty_think_block_appears(table: Callable[..., Any]) -> None:
     reply = at.hear(talk, at.draw(talk, ids))
     prompt = at.prompt().tokens.tolist()
     stream = reply.context.tolist() if reply.context is not None else [*prompt, *ids, *reply.tokens.tolist()]
-    _is_the_templates(stream, talk, at.world.turns[""], at.tokenizer)
+    _is_the_templates(stream, talk, at.tokenizer)
     talk.close(Finish.LENGTH)
 
 
@@ -218,7 +217,7 @@ def test_trap_2_the_separator_behind_the_end_is_there(table: Callable[..., Any],
         reply = at.hear(talk, at.draw(talk, ids))
         stream = [*prompt.tokens.tolist(), *ids, *reply.tokens.tolist()]
         messages = [*prompt.row["prompt"], *talk.close(Finish.LENGTH).messages]
-        (whole,) = render_chats(at.tokenizer, [Chat(messages, tools=at.world.turns[""].tools, add_generation_prompt=True)])
+        (whole,) = render_chats(at.tokenizer, [Chat(messages, tools=talk._tools, add_generation_prompt=True)])
         assert at.text(stream) == whole
 
 

@@ -1,4 +1,5 @@
-"""Chat messages to token ids and back, for clients that repeat the whole conversation with every request.
+"""Chat messages to token ids and back: for tools and environments, and for clients that repeat the whole conversation with every
+request.
 
 What the policy wrote is never tokenised again: an assistant's message that a client repeats is recognised and replaced by the ids
 that were sampled; the messages since then are appended as the chat template's suffix (`data.turns`).  A conversation that repeats
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from groupwise.data.rendering import Chat, Refusal, render_chats, shown_template
-from groupwise.data.templates import Template, unmarked
-from groupwise.data.turns import Turns
+from groupwise.data.rendering import Chat, Refusal, shown_template
+from groupwise.data.templates import Schemas, Template, unmarked
+from groupwise.data.turns import Suffix, Turns
 from groupwise.environments.conversation import Stream
 from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, message_key
 from groupwise.environments.tool_calls import ParsedCall, ParsedTurn, form_of, opens_thinking, read_turn, split_thinking
@@ -65,72 +66,99 @@ class ChatCodec:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        """variables: of the chat template, in every conversation; a request's own go over them."""
+        """variables: of the chat template, in every conversation; a conversation's own go over them."""
         self.variables = variables
-        # A copy of its own: a fast tokenizer cannot encode in two threads at the same time.
+        # A copy of its own, and a lock: a fast tokenizer cannot encode in two threads at the same time.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.eos_ids = tuple(eos_ids)
-        self.lock = threading.Lock()
-        self._template = Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
+        self.template = Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
+        """What is `shielded` by it is never more than text."""
+        self._lock = threading.RLock()
         self._turns: OrderedDict[str, Turns] = OrderedDict()
 
-    def render(self, request: ChatRequest) -> tuple[np.ndarray, str]:
-        """Ids and text of a whole conversation.  A last message of the assistant is continued.  Raises Refused."""
-        continued = request.messages[-1]["role"] == "assistant"
+    def written(self, messages: Sequence[Mapping[str, Any]], tools: Schemas | None, variables: Mapping[str, Any]) -> str:
+        """A conversation as the template writes it, up to where the assistant starts or continues, with marks around what is text.
+
+        Raises DataError where the template refuses it.
+        """
+        continued = messages[-1]["role"] == "assistant"
         chat = Chat(
-            [self._template.shielded(message) for message in request.messages],
+            messages,
+            "the conversation",
             add_generation_prompt=not continued,
             continue_final_message=continued,
-            tools=self._template.shielded(request.tools),
-            variables=self._variables(request),
+            tools=tools,
+            variables={**self.variables, **variables},
         )
-        with self.lock:
-            try:
-                (text,) = render_chats(self.tokenizer, [chat])
-            except DataError as error:
-                raise Refused(str(error), param="messages") from error
-            if isinstance(text, Refusal):
-                raise Refused(str(text), param="messages")
-            return self._template.encode([text], plain=[False])[0], unmarked(text)
+        with self._lock:
+            ((_, text),) = self.template.shown([chat])
+        if isinstance(text, Refusal):
+            raise DataError(str(text))
+        return text
 
-    def follow(self, request: ChatRequest, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, str]:
-        """Ids and text of what stands behind a turn whose last id is `last`.  Raises DataError where the template has no suffix."""
-        with self.lock:
-            turns = self._turns.get(request.setting)
-            if turns is None:
-                tools, variables = self._template.shielded(request.tools), self._variables(request)
-                turns = Turns(tokenizer=self.tokenizer, eos_ids=self.eos_ids, tools=tools, variables=variables)
-                self._turns[request.setting] = turns
+    def encode(self, text: str) -> np.ndarray:
+        """int64 ids of what the template wrote."""
+        with self._lock:
+            return self.template.encode([text], plain=[False])[0]
+
+    def after(
+        self, last: int, messages: Sequence[Mapping[str, Any]], tools: Schemas | None, variables: Mapping[str, Any]
+    ) -> Suffix:
+        """What stands behind a turn whose last id is `last`.  Raises DataError where the template has no suffix."""
+        key = json.dumps([tools, variables], sort_keys=True, default=str)
+        with self._lock:
+            if key not in self._turns:
+                variables = {**self.variables, **variables}
+                self._turns[key] = Turns(tokenizer=self.tokenizer, eos_ids=self.eos_ids, tools=tools, variables=variables)
                 if len(self._turns) > SETTINGS:
                     self._turns.popitem(last=False)
-            suffix = turns.after(last, messages)
-        return suffix.tokens, suffix.text
-
-    def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        return {**self.variables, **self._template.shielded(request.variables)}
+            return self._turns[key].after(last, messages)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
         """Text of ids.  special: with that of special tokens."""
-        with self.lock:
-            return str(self.tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
+        with self._lock:
+            ids = np.array(tokens, np.int64)  # the tokenizer looks through a list twice
+            return str(self.tokenizer.decode(ids, skip_special_tokens=not special))
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        with self._lock:
+            return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def parse(self, tokens: Sequence[int], tools: Schemas | None, *, thinking: bool, stopped_at: Sequence[str] = ()) -> ParsedTurn:
+        """A turn taken apart.   tools: that it could call.   thinking: it continues a think block.   stopped_at: strings, at the
+        first of which it ends."""
+        form = form_of(shown_template(self.tokenizer, tools=bool(tools)))
+        form = form if tools or form == "channels" else None  # without tools nothing is a call
+        body = tokens[:-1] if tokens and tokens[-1] in self.eos_ids and form != "channels" else tokens
+        text = self.decode(body, special=form is not None)
+        text = text[: min((place for one in stopped_at if (place := text.find(one)) >= 0), default=len(text))]
+        if form is not None:
+            return read_turn(text, form, thinking=thinking, tools=tools)
+        reasoning, content = split_thinking(text, thinking)
+        content = content if reasoning is None else content.strip("\n")
+        return ParsedTurn(content, reasoning, (), content)
+
+    # ---- requests of the endpoint's clients ----------------------------------------------------------------------------------
+
+    def render(self, request: ChatRequest) -> tuple[np.ndarray, str]:
+        """Ids and text of a whole conversation.  Raises Refused."""
+        shielded = self.template.shielded
+        try:
+            text = self.written(list(map(shielded, request.messages)), shielded(request.tools), shielded(request.variables))
+        except DataError as error:
+            raise Refused(str(error), param="messages") from error
+        return self.encode(text), unmarked(text)
+
+    def follow(self, request: ChatRequest, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, str]:
+        """Ids and text of what stands behind a turn whose last id is `last`.  Raises DataError where the template has no suffix."""
+        suffix = self.after(last, messages, self.template.shielded(request.tools), self.template.shielded(request.variables))
+        return suffix.tokens, suffix.text
 
     def read(self, sampled: SampledTokens, request: ChatRequest, thinking: bool, stop: Sequence[str]) -> ChatResponse:
         """A turn as a message, up to the first of the strings at which it stopped.  Calls that cannot be read stay text."""
-        form = form_of(shown_template(self.tokenizer, tools=bool(request.tools)))
-        if not request.tools and form != "channels":
-            form = None
-        tokens = list(sampled.tokens)
-        if tokens and tokens[-1] in self.eos_ids and form != "channels":
-            tokens.pop()
-        text = self.decode(tokens, special=form is not None)
-        if sampled.finish is Finish.STOP:
-            text = text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]
-        if form is None:  # it was offered no tools: nothing is a call
-            reasoning, rest = split_thinking(text, thinking)
-            content = rest if reasoning is None else rest.strip("\n")
-            parsed = ParsedTurn(content, reasoning, (), content)
-        else:
-            parsed = read_turn(text, form, thinking=thinking, tools=request.tools)
+        ends = stop if sampled.finish is Finish.STOP else ()
+        parsed = self.parse(sampled.tokens, request.tools, thinking=thinking, stopped_at=ends)
         # Clients look results up by id, so ids differ between turns.
         parsed = replace(parsed, calls=tuple(replace(one, id=f"call_{sampled.turn}_{i}") for i, one in enumerate(parsed.calls)))
         calls = [call for call in parsed.calls if isinstance(call, ParsedCall)]

@@ -8,7 +8,6 @@ writes it, encoded anew; it is context and not trained.
 
 from __future__ import annotations
 
-import copy
 import json
 import threading
 import time
@@ -23,9 +22,9 @@ import numpy as np
 from groupwise.config.settings import EnvironmentSettings
 from groupwise.data.encoding import cut_left
 from groupwise.data.messages import Messages
-from groupwise.data.rendering import Chat, Refusal, shown_template
+from groupwise.data.rendering import shown_template
 from groupwise.data.templates import Template, unmarked
-from groupwise.data.turns import Turns
+from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.conversation import NOTHING, Reply, Stream
 from groupwise.environments.runtime import (
     EnvironmentBroken,
@@ -38,13 +37,10 @@ from groupwise.environments.runtime import (
 from groupwise.environments.schemas import name_of, typed, wrong_arguments
 from groupwise.environments.tool_calls import (
     BrokenCall,
-    CallForm,
     ParsedCall,
     ParsedTurn,
     form_of,
     opens_thinking,
-    read_turn,
-    split_thinking,
 )
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, ToolCall
@@ -63,20 +59,16 @@ class ToolWorld:
 
     def __init__(self, runtime: ToolRuntime, settings: EnvironmentSettings, template: Template, eos_ids: tuple[int, ...]) -> None:
         """template: of the prompts.   Raises ConfigError if the chat template shows no calls in a form that is known."""
-        tokenizer = copy.deepcopy(template.tokenizer)  # encoding has settings of its own: the engine's is left alone
-        self.runtime, self.settings = runtime, settings
-        self.prompts = replace(template, tokenizer=tokenizer)
-        """Rows are encoded as the recipe says; results and observations (`template`) are never more than text."""
-        self.template = replace(self.prompts, control_tokens="plain")
-        self.text_lock = threading.Lock()
-        """A fast tokenizer cannot encode in two threads at the same time."""
-        self.turns = {
-            name: Turns(tokenizer=tokenizer, eos_ids=eos_ids, tools=kind.schemas or None) for name, kind in runtime.kinds.items()
-        }
-        self._turns: dict[str, Turns] = {}
-        self.form: CallForm | None = None
-        if any(kind.schemas for kind in runtime.kinds.values()):
-            self.form = call_form(template)
+        self.runtime, self.settings, self.prompts = runtime, settings, template
+        self.codec = ChatCodec(template.tokenizer, eos_ids)
+        """Rows are encoded as the recipe says; results and observations are never more than text."""
+        shown = shown_template(template.tokenizer, tools=True)
+        if any(kind.schemas for kind in runtime.kinds.values()) and form_of(shown) is None:
+            raise ConfigError(
+                "the chat template shows tool calls in no form that is known (<tool_call> with JSON or with <function=...>, "
+                "Llama's bare JSON, gpt-oss's channels): take a model that was made for tools, or set model.chat_template to a "
+                "template with <tool_call>"
+            )
         self._begun, self._broken, self._lock = 0, 0, threading.Lock()
 
     def begin(self, stream: Stream, *, seed: int) -> ToolEpisode:
@@ -86,13 +78,6 @@ class ToolWorld:
         with self._lock:
             self._begun += 1
         return ToolEpisode(self, stream, kind, zlib.crc32(f"{seed}/{prompt.id}".encode()))
-
-    def turns_of(self, kind: EnvironmentKind, row: Mapping[str, Any]) -> Turns:
-        """What continues the conversations of a kind, with the template's variables of a row."""
-        variables = self.prompts.variables_of(row)
-        key = json.dumps([kind.name, variables], sort_keys=True, default=str)
-        with self._lock:
-            return self._turns.setdefault(key, replace(self.turns[kind.name], variables=variables))
 
     def broken(self, why: str) -> None:
         """Count an episode whose environment failed.  Raises EnvironmentFailure if there are too many."""
@@ -107,17 +92,6 @@ class ToolWorld:
     def close(self) -> None:
         """Close the runtime."""
         self.runtime.close()
-
-
-def call_form(template: Template) -> CallForm:
-    """The form of calls in the tokenizer's chat template.  Raises ConfigError."""
-    if (form := form_of(shown_template(template.tokenizer, tools=True))) is None:
-        raise ConfigError(
-            "the chat template shows tool calls in no form that is known (<tool_call> with JSON or with <function=...>, Llama's "
-            "bare JSON, gpt-oss's channels): take a model that was made for tools, or set model.chat_template to a template with "
-            "<tool_call>"
-        )
-    return form
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +117,7 @@ class ToolEpisode:
         self._world, self._stream, self._kind, self._seed = world, stream, kind, seed
         self._prompt = stream.prompt
         self._environment = world.runtime.make(kind)
-        self._turns = world.turns_of(kind, stream.prompt.row)
+        self._tools, self._variables = kind.schemas or None, world.prompts.variables_of(stream.prompt.row)
         self._written: Messages = []
         """The whole conversation, with marks around what is encoded as text."""
         self._text = stream.prompt.text
@@ -197,8 +171,8 @@ class ToolEpisode:
         return max(0.0, min(self._world.settings.tool_timeout, self._deadline - time.monotonic()))
 
     def _open(self) -> Reply:
-        settings, template = self._world.settings, self._world.template
-        self._deadline = time.monotonic() + settings.episode_timeout
+        codec = self._world.codec
+        self._deadline = time.monotonic() + self._world.settings.episode_timeout
         if self._prompt.messages is None:
             raise EnvironmentFailure("conversations are chat messages, and the prompt is a plain string: set data.chat: true")
         content = self._world.prompts.marked([dict(message) for message in self._prompt.messages])
@@ -211,31 +185,17 @@ class ToolEpisode:
         if not observation:
             return Reply(NOTHING)
         (observation,), _ = self._cut([observation])
-        self._written = _appended(content, observation, template)
-        continued = self._written[-1]["role"] == "assistant"
-        text = self._rendered(add_generation_prompt=not continued, continue_final_message=continued)
-        context, self._text = self._encoded(text), unmarked(text)
+        self._written = _appended(content, observation, codec.template)
+        text = codec.written(self._written, self._tools, self._variables)
+        context, self._text = codec.encode(text), unmarked(text)
         if self._prompt.cut:
-            context = cut_left(context, self._prompt.tokens.size, template.bos_id)
+            context = cut_left(context, self._prompt.tokens.size, codec.template.bos_id)
         return Reply(NOTHING, context=None if np.array_equal(context, self._prompt.tokens) else context)
-
-    def _rendered(self, **options: bool) -> str:
-        """The whole conversation as the template writes it, with marks around what is text.  Raises DataError where it refuses."""
-        turns = self._turns
-        chat = Chat(self._written, "the conversation", tools=turns.tools, variables=turns.variables, **options)
-        with self._world.text_lock:
-            ((_, text),) = self._world.template.shown([chat])
-        if isinstance(text, Refusal):
-            raise DataError(str(text))
-        return text
-
-    def _encoded(self, text: str) -> np.ndarray:
-        with self._world.text_lock:
-            return self._world.template.encode([text], plain=[False])[0]
 
     def _answer(self) -> Reply:
         began, turn = time.monotonic(), self._stream.turns[-1]
-        parsed = self._parsed(self._stream.tokens[turn.begin : turn.end], turn.finish)
+        tokens = self._stream.tokens[turn.begin : turn.end]
+        parsed = self._world.codec.parse(tokens, self._tools, thinking=opens_thinking(self._text))
         message = _message(parsed)
         self._messages.append(message)
         self._written.append(message)
@@ -287,36 +247,30 @@ class ToolEpisode:
 
     def _continue(self, answers: Messages) -> Reply:
         """The reply after which the next turn is drawn."""
+        codec, turn, tokens = self._world.codec, self._stream.turns[-1], self._stream.tokens
         self._messages += answers
-        self._written += [self._world.template.shielded(answer) for answer in answers]
-        turn, tokens = self._stream.turns[-1], self._stream.tokens
-        with self._world.text_lock:
-            suffix = self._turns.after(tokens[-1] if turn.end > turn.begin else -1, answers)
+        self._written += [codec.template.shielded(answer) for answer in answers]
+        suffix = codec.after(tokens[-1] if turn.end > turn.begin else -1, answers, self._tools, self._variables)
         if self._world.settings.past == "keep":
             self._text = suffix.text
             return Reply(suffix.tokens)
         ids = self._stream.ids()[turn.begin - turn.end - 1 :]  # some tokenizers begin a text otherwise than they go on
-        self._text += self._decoded(ids).removeprefix(self._decoded(ids[:1])) + suffix.text
+        self._text += codec.decode(ids).removeprefix(codec.decode(ids[:1])) + suffix.text
         context = self._rewritten()
         return Reply(suffix.tokens) if context is None else Reply(NOTHING, context=context)
 
     def _rewritten(self) -> np.ndarray | None:
         """The whole conversation as the template writes it; None where that is the text of the stream, or it refuses."""
+        codec = self._world.codec
         try:
-            text = self._rendered(add_generation_prompt=True)
+            text = codec.written(self._written, self._tools, self._variables)
         except DataError as refused:  # a result without a call that can be read: there is no inference to be like
             log.debug("%s: kept as it was sampled: %s", self._prompt.id, refused)
             return None
         if unmarked(text) == self._text:
             return None
-        ids, self._text = self._encoded(text), unmarked(text)
-        return cut_left(ids, max(1, ids.size - self._prompt.cut), self._world.template.bos_id) if self._prompt.cut else ids
-
-    def _decoded(self, tokens: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
-        """Text of ids.  special: with that of special tokens."""
-        with self._world.text_lock:
-            ids = np.array(tokens, np.int64)  # a list is looked through twice
-            return str(self._world.template.tokenizer.decode(ids, skip_special_tokens=not special))
+        ids, self._text = codec.encode(text), unmarked(text)
+        return cut_left(ids, max(1, ids.size - self._prompt.cut), codec.template.bos_id) if self._prompt.cut else ids
 
     def _over(self, finish: Finish, why: str = "") -> Reply:
         """The episode ends: its environment is asked for its reward, and closed.   why: it has failed, and cannot be asked."""
@@ -341,17 +295,6 @@ class ToolEpisode:
             self._failed = True
             return False
         return True
-
-    def _parsed(self, tokens: list[int], finish: Finish) -> ParsedTurn:
-        """The turn taken apart."""
-        form, thinking = self._world.form if self._kind.schemas else None, opens_thinking(self._text)
-        body = tokens if form == "channels" or finish is not Finish.EOS else tokens[:-1]
-        text = self._decoded(body, special=form is not None)
-        if form is None:
-            reasoning, content = split_thinking(text, thinking)
-            content = content.strip("\n") if reasoning is not None else content
-            return ParsedTurn(content, reasoning, (), content)
-        return read_turn(text, form, thinking=thinking, tools=self._kind.schemas)
 
     def _carry_out(self, calls: Sequence[ParsedCall | BrokenCall]) -> tuple[list[ToolResult], Finish | None]:
         """The result of each call, in their order, and why the episode cannot continue, if it cannot."""
@@ -379,19 +322,13 @@ class ToolEpisode:
 
     def _cut(self, texts: Sequence[str]) -> tuple[list[str], bool]:
         """Texts within the budget of one answer, and whether something is missing.  They share it evenly if it is too small."""
-        settings, tokenizer = self._world.settings, self._world.template.tokenizer
-
-        def tokens(text: str) -> int:
-            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
+        settings, count = self._world.settings, self._world.codec.count
         texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half of a character has no ids
-        with self._world.text_lock:
-            size = sum(len(text.encode()) for text in texts)
-            short = size <= settings.max_observation_bytes
-            if short and sum(map(tokens, texts)) <= settings.max_observation_tokens:
-                return list(texts), False
-            most, length = settings.max_observation_tokens // len(texts), settings.max_observation_bytes // len(texts)
-            return [truncated(text, length, most, tokens) for text in texts], True
+        size = sum(len(text.encode()) for text in texts)
+        if size <= settings.max_observation_bytes and sum(map(count, texts)) <= settings.max_observation_tokens:
+            return list(texts), False
+        most, length = settings.max_observation_tokens // len(texts), settings.max_observation_bytes // len(texts)
+        return [truncated(text, length, most, count) for text in texts], True
 
 
 def _refusal(call: ParsedCall | BrokenCall, known: Mapping[str, Mapping[str, Any]]) -> ToolResult | None:
