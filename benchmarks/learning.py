@@ -22,10 +22,10 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-from real_model import COMPLETIONS, SEEDS, STEPS, interval, store, stored, task_of
+from real_model import COMPLETIONS, SEEDS, STEPS, interval, store, stored
 
 import groupwise as gw
-from groupwise.data.tasks.chat import same_number
+from groupwise.data.tasks.chat import ChatSums, same_number
 
 EVERY, SIZE, LENGTH, RATE = 10, 8, 24, 1e-5
 ROWS = 2000
@@ -102,7 +102,7 @@ def with_trl(seed: int, folder: Path) -> list[dict[str, float]]:
             points.append({"step": step, "seconds": seconds, **accuracy(str(folder / "model"))})
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    rows = task_of("sums").prompts(ROWS, seed)
+    rows = ChatSums().prompts(ROWS, seed)
     data = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows]
     config = GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=COMPLETIONS, num_generations=SIZE, max_completion_length=LENGTH,

@@ -3,10 +3,12 @@
     python benchmarks/real_model.py --list            # every experiment, and which have a result
     python benchmarks/real_model.py                   # those without a result, one after the other
     python benchmarks/real_model.py sums/             # those whose name contains a text
+    python benchmarks/real_model.py --device cuda --workers 14
     python benchmarks/real_model.py --table           # the results as tables
 
-An experiment is one training on one thread, of 4 to 8 minutes.  A result is written when its experiment ends, so the script goes on
-where it was stopped.  Two can run at once, with different texts.  The model has to be there: `groupwise get smollm2`.
+An experiment is one training on one thread: 4 to 8 minutes on a CPU.  Each worker is a process that trains one experiment after the
+other.  A result is written when its experiment ends, so the script goes on where it was stopped.  The model has to be there:
+`groupwise get smollm2`.
 
 Accuracy is measured on 64 held-out prompts: greedily, and as the mean of 8 samples.  What was forgotten is measured by the mean
 log-prob of a token of ordinary English, before and after, and by the greedy accuracy on the two tasks that were not trained.
@@ -15,29 +17,42 @@ log-prob of a token of ordinary English, before and after, and by the greedy acc
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
-import resource
-import subprocess
+import statistics
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
 
+import torch
 from _machine import describe
+from filelock import FileLock
 
 import groupwise as gw
+from groupwise.data.tasks import chat
 
+Device = Literal["cpu", "cuda"]
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "real_model.json"
 SEEDS = (0, 1, 2)
 STEPS, COMPLETIONS = 30, 64
-TASKS = {"sums": "same_number", "json": "same_object", "words": "same_word"}
+TASKS: dict[str, tuple[Any, Callable[..., list[float]], int]] = {
+    "sums": (chat.ChatSums(), chat.same_number, 24),
+    "json": (chat.ChatJson(), chat.same_object, 48),
+    "words": (chat.ChatWords(), chat.same_word, 24),
+}
+"""A task's questions, its verdict, and the longest answer in tokens."""
+PROMPTS, SAMPLES = 64, 8
 ONCE = ("eval.every=0", "eval.at_start=false")
 """Evaluate after the last step alone."""
 LORA = ("model.lora.rank=16", "optimizer.lr=2e-4")
@@ -58,24 +73,19 @@ TEXT = (
 """Ordinary English, written for this script: what stands before, and what is scored."""
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """One training, and how it is done.   run: folder for its runs -> the folder of the trained model, and notes for the result."""
-
-    name: str
-    run: Callable[[Path], tuple[Path, dict[str, Any]]]
+Experiment = Callable[[Path, Device], tuple[str, dict[str, Any]]]
+"""One training: a folder for its runs and a device -> the trained model, and notes for the result."""
 
 
-def recipe(task: str, *overrides: str) -> Callable[[Path], tuple[Path, dict[str, Any]]]:
+def recipe(task: str, *overrides: str) -> Experiment:
     """An experiment that is a bundled recipe with overrides."""
 
-    def run(folder: Path) -> tuple[Path, dict[str, Any]]:
-        options = [*overrides, "threads=1", f"runs={folder}", "name=run"]
-        path = ROOT / f"recipes/smollm2-{task}.yaml"
-        subprocess.run([sys.executable, "-m", "groupwise", "train", str(path), *options], check=True)
+    def run(folder: Path, device: Device) -> tuple[str, dict[str, Any]]:
+        plain = (f"runs={folder}", "name=run", "threads=1", f"model.device={device}", "save.every=0", "save.rollouts_every=0")
+        gw.train(gw.load_recipe(str(ROOT / f"recipes/smollm2-{task}.yaml"), [*plain, *overrides])).run(quiet=True)
         points = curve(folder / "run")
         last = {key: value for key, value in points[-1].items() if key != "step"}
-        return folder / "run", {"curve": points, f"{task} greedy": last["greedy"], **last}
+        return str(folder / "run"), {"curve": points, f"{task} greedy": last["greedy"], **last}
 
     return run
 
@@ -87,50 +97,52 @@ def curve(run: Path) -> list[dict[str, float]]:
     return [{short: row[name] for name, short in names.items()} for row in rows if row.get("eval/greedy") is not None]
 
 
-def rejection(task: str, seed: int, rounds: int) -> Callable[[Path], tuple[Path, dict[str, Any]]]:
+def untrained(folder: Path, device: Device) -> tuple[str, dict[str, Any]]:
+    """The model as it comes."""
+    return "smollm2", {}
+
+
+def rejection(task: str, seed: int, rounds: int) -> Experiment:
     """Rejection sampling (2308.01825) with as many completions as GRPO draws: in each round sample, keep what is right, SFT on it.
 
     Each round trains STEPS / rounds steps of 64 rows, as many as GRPO's, with the same learning rate."""
 
-    def run(folder: Path) -> tuple[Path, dict[str, Any]]:
-        settings = gw.load_recipe(str(ROOT / f"recipes/smollm2-{task}.yaml"))
-        judge = getattr(sys.modules["groupwise.data.tasks.chat"], TASKS[task])
-        questions = task_of(task).prompts(STEPS * 8, seed)
-        model, right, count = "smollm2", [], len(questions) // rounds
+    def run(folder: Path, device: Device) -> tuple[str, dict[str, Any]]:
+        questions, verdict, length = TASKS[task]
+        rows = questions.prompts(STEPS * COMPLETIONS // SAMPLES, seed)
+        model, right, count = "smollm2", [], len(rows) // rounds
         for number in range(rounds):
-            policy = gw.load_policy(model)
-            part = questions[number * count : (number + 1) * count]
-            asked = [[{"role": "user", "content": row["prompt"]}] for row in part for _ in range(8)]
-            gold = [row["answer"] for row in part for _ in range(8)]
-            texts = policy.generate(asked, max_new_tokens=settings.rollout.max_new_tokens, seed=seed + number)
-            rows = {
-                (one[0]["content"], text): {"prompt": one[0]["content"], "completion": text}
-                for one, text, score in zip(asked, texts, judge(texts, gold), strict=True)
-                if score == 1.0
-            }
-            right += rows.values()
+            policy = gw.load_policy(model, device=device)
+            repeated = [row for row in rows[number * count : (number + 1) * count] for _ in range(SAMPLES)]
+            texts = policy.generate(messages(repeated), max_new_tokens=length, seed=seed + number)
+            scores = verdict(texts, [row["answer"] for row in repeated])
+            # The same answer to the same prompt is learnt from once.
+            pairs = dict.fromkeys(
+                (row["prompt"], text) for row, text, score in zip(repeated, texts, scores, strict=True) if score == 1
+            )
+            right += [{"prompt": prompt, "completion": text} for prompt, text in pairs]
+            del policy
             if not right:
                 continue
             gw.train(
-                objective="sft", model={"path": model}, data={"path": right, "chat": True}, steps=STEPS // rounds,
-                batch_size=COMPLETIONS, optimizer={"lr": 1e-5}, seed=seed, runs=str(folder), name=f"round{number}", threads=1,
-            ).run()  # fmt: skip
+                objective="sft", model={"path": model, "device": device}, data={"path": right, "chat": True},
+                steps=STEPS // rounds, batch_size=COMPLETIONS, optimizer={"lr": 1e-5}, seed=seed, runs=str(folder),
+                name=f"round{number}", threads=1,
+            ).run(quiet=True)  # fmt: skip
             model = str(folder / f"round{number}" / "final")
-        return Path(model), {"kept": len(right)}
+        return model, {"kept": len(right)}
 
     return run
 
 
-def task_of(name: str) -> Any:
-    """A built-in chat task."""
-    from groupwise.data.tasks.chat import ChatJson, ChatSums, ChatWords
-
-    return {"sums": ChatSums, "json": ChatJson, "words": ChatWords}[name]()
+def messages(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, str]]]:
+    """Each row's prompt as a chat."""
+    return [[{"role": "user", "content": row["prompt"]}] for row in rows]
 
 
 def experiments() -> dict[str, Experiment]:
     """Every experiment by its name, those of docs/real-model.md's first table first."""
-    rows: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {}
+    rows: dict[str, Experiment] = {f"{task}/before training/0": untrained for task in TASKS}
     for seed in SEEDS:
         for task in TASKS:
             rows[f"{task}/grpo/{seed}"] = recipe(task, f"seed={seed}", "eval.every=10")
@@ -148,34 +160,44 @@ def experiments() -> dict[str, Experiment]:
         for task in ("sums", "words"):
             for objective in OBJECTIVES:
                 rows[f"objective/{task}, {objective}/{seed}"] = recipe(task, f"seed={seed}", f"objective={objective}", *ONCE)
-    return {name: Experiment(name, run) for name, run in rows.items()}
+    return rows
 
 
-def judged(task: str, model: Path | str, known: dict[str, Any]) -> dict[str, Any]:
-    """What is not known yet: accuracy on the model's task, greedy accuracy on the others, log-prob of ordinary English."""
-    result = dict(known)
-    for other, verdict in TASKS.items():
-        if f"{other} greedy" in result:
-            continue
-        report = gw.evaluate(
-            str(model), task=f"chat_{other}", chat=True, rewards=[f"groupwise.data.tasks.chat:{verdict}"], verdict=verdict, seed=0,
-            limit=64, k=8 if other == task else 1, max_new_tokens=48 if other == "json" else 24,
-        ).evaluation  # fmt: skip
-        result[f"{other} greedy"] = report.greedy.mean
-        if other == task:
-            result |= {"greedy": report.greedy.mean, "sampled": report.sampled.mean, "pass@8": report.pass_at_k.mean}
-    return result | {"text": float(gw.load_policy(str(model)).score(*TEXT).mean())}
+def judged(task: str, model: str, device: Device, notes: dict[str, Any]) -> dict[str, Any]:
+    """What the notes lack: accuracy on the model's task, greedy accuracy on the others, log-prob of ordinary English."""
+    policy = gw.load_policy(model, device=device)
+    result = dict(notes)
+
+    def answers(questions: str, temperature: float, samples: int) -> list[list[float]]:
+        source, verdict, length = TASKS[questions]
+        rows = [row for row in source.held_out(PROMPTS) for _ in range(samples)]
+        texts = policy.generate(messages(rows), max_new_tokens=length, temperature=temperature)
+        right = [float(score == 1) for score in verdict(texts, [row["answer"] for row in rows])]
+        return [right[place : place + samples] for place in range(0, len(right), samples)]
+
+    for other in TASKS:
+        if f"{other} greedy" not in result:
+            result[f"{other} greedy"] = statistics.mean(right for (right,) in answers(other, 0.0, 1))
+    if "greedy" not in result:
+        sampled = answers(task, 1.0, SAMPLES)
+        result["greedy"] = result[f"{task} greedy"]
+        result["sampled"] = statistics.mean(map(statistics.mean, sampled))
+        result["pass@8"] = statistics.mean(map(max, sampled))
+    return result | {"text": float(policy.score(*TEXT).mean())}
 
 
-def measure(experiment: Experiment) -> dict[str, Any]:
-    """Train and judge: processor seconds of the training with its evaluations, and what came of it."""
+def measure(name: str, device: Device) -> dict[str, Any]:
+    """Train and judge one experiment: seconds of the training with its evaluations, and what came of it."""
     with tempfile.TemporaryDirectory(prefix="groupwise-real-") as folder:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
-        model, notes = experiment.run(Path(folder))
-        after = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
-        seconds = sum(new.ru_utime + new.ru_stime - old.ru_utime - old.ru_stime for new, old in zip(after, before, strict=True))
-        task = next((task for task in TASKS if task in experiment.name), "sums")
-        return {"seconds": round(seconds), **judged(task, model, notes)}
+        processor, wall = time.process_time(), time.perf_counter()
+        model, notes = experiments()[name](Path(folder), device)
+        seconds = {"seconds": round(time.process_time() - processor), "wall": round(time.perf_counter() - wall)}
+        task = next((task for task in TASKS if task in name), "sums")
+        result = {**seconds, **judged(task, model, device, notes)}
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # beside this process there are others on the same card
+    return result
 
 
 def stored() -> dict[str, Any]:
@@ -183,27 +205,42 @@ def stored() -> dict[str, Any]:
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
 
 
-def store(name: str, result: dict[str, Any]) -> None:
-    """Add a result to the file, which another process may have changed."""
+def store(name: str, result: dict[str, Any], machine: dict[str, Any] | None = None) -> None:
+    """Add a result to the file, which other processes may change.   machine: default this one, without a GPU."""
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
-    results = stored() | {name: rounded | {"machine": describe()}}
-    aside = RESULTS.with_suffix(".part")
-    aside.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
-    aside.replace(RESULTS)
+    with FileLock(RESULTS.with_suffix(".lock")):
+        results = stored() | {name: rounded | {"machine": machine or describe()}}
+        aside = RESULTS.with_suffix(".part")
+        aside.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
+        aside.replace(RESULTS)
+
+
+def place(result: dict[str, Any]) -> str:
+    """The machine of a result, in words."""
+    machine = result["machine"]
+    card = machine.get("gpu") or f"one thread of {machine['cpu']}"
+    beside = f", {machine['workers']} experiments at a time" if machine.get("workers", 1) > 1 else ""
+    return f"{card}{beside}, torch {machine['torch']}, transformers {machine['transformers']}"
 
 
 def table(results: dict[str, Any], prefixes: Sequence[str]) -> str:
-    """Rows of a Markdown table: mean over the seeds with its 95 % interval, and how many seeds there are."""
-    columns = ("", "seeds", "greedy", "sampled", "pass@8", "log-prob of ordinary text", "processor minutes")
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for name, result in results.items():
-        if name.startswith(tuple(prefixes)):
-            groups.setdefault(name.rpartition("/")[0], []).append(result)
-    for name, rows in groups.items():
-        cells = [str(interval([row[key] for row in rows])) for key in ("greedy", "sampled", "pass@8", "text")]
-        minutes = sum(row["seconds"] for row in rows) / len(rows) / 60
-        lines.append(f"| {name} | {len(rows)} | " + " | ".join(cells) + f" | {minutes:.1f} |")
+    """A Markdown table for each machine: mean over the seeds with its 95 % interval, and how many seeds there are."""
+    columns = ("", "seeds", "greedy", "sampled", "pass@8", *(f"{task}, greedy" for task in TASKS), "log-prob of ordinary text")
+    columns += ("seconds", "processor seconds")
+    chosen = {name: result for name, result in results.items() if name.startswith(tuple(prefixes))}
+    lines: list[str] = []
+    for where in dict.fromkeys(map(place, chosen.values())):
+        lines += [f"Measured on {where}.", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for name, result in chosen.items():
+            if place(result) == where:
+                groups.setdefault(name.rpartition("/")[0], []).append(result)
+        for name, rows in groups.items():
+            keys = ("greedy", "sampled", "pass@8", *(f"{task} greedy" for task in TASKS), "text")
+            cells = [interval([row[key] for row in rows]) for key in keys]
+            seconds = [f"{statistics.mean(row[key] for row in rows):.0f}" for key in ("wall", "seconds")]
+            lines.append("| " + " | ".join([name, str(len(rows)), *cells, *seconds]) + " |")
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -221,22 +258,41 @@ def main() -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", nargs="?", default="", help="only experiments whose name contains it")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--workers", type=int, default=1, help="experiments at a time")
+    parser.add_argument("--list", action="store_true", help="every experiment, and which have a result")
+    parser.add_argument("--table", action="store_true", help="the results as tables")
     options = parser.parse_args()
+    results = stored()
+    names = [name for name in experiments() if options.text in name]
     if options.table:
-        results = stored()
-        for prefixes in (("before", *TASKS), ("stale/",), ("objective/",)):
-            print(table(results, prefixes), end="\n\n")
-        return
-    for name, experiment in experiments().items():
-        if options.text not in name:
-            continue
-        if options.list:
-            print(f"{name:40} {'has a result' if name in stored() else ''}")
-        elif name not in stored():
-            store(name, measure(experiment))
-            print(name, stored()[name], flush=True)
+        for prefixes in (TASKS, ("stale/",), ("objective/",)):
+            print(table(results, tuple(prefixes)))
+    elif options.list:
+        for name in names:
+            print(f"{name:40} {'has a result' if name in results else ''}")
+    else:
+        sys.exit(run([name for name in names if name not in results], options.device, options.workers))
+
+
+def run(names: Sequence[str], device: Device, workers: int) -> int:
+    """Measure and store experiments in several processes, each of which imports once.  Returns 1 if one failed."""
+    machine = describe(device) | {"workers": workers}
+    failed = 0
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(measure, name, device): name for name in names}
+        for future in as_completed(futures):
+            name = futures[future]
+            try:
+                result = future.result()
+            except Exception:
+                failed = 1
+                print(f"{name} failed", flush=True)
+                traceback.print_exc()
+                continue
+            store(name, result, machine)
+            print(name, result, flush=True)
+    return failed
 
 
 if __name__ == "__main__":
