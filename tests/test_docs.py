@@ -50,10 +50,9 @@ from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
-from groupwise.runs.flags import FLAGS
 from groupwise.runs.progress import COLUMNS, LOSS, Progress
 from groupwise.training.groups import sampled_rollouts
-from groupwise.training.metric_table import METRICS, find
+from groupwise.training.metric_table import FLAGGED, METRICS, find
 from groupwise.training.metrics import measure
 from groupwise.training.online import improve, train_online
 from groupwise.training.optimizer import Optimizer
@@ -276,15 +275,15 @@ def cells(page: str, columns: int) -> list[list[str]]:
 
 def test_the_flags_of_the_page_are_those_of_the_code() -> None:
     listed = {row[0].strip("`"): row[1] for row in cells("monitoring.md", 3) if re.fullmatch(r"[<>] .*|NaN", row[1])}
-    assert listed.keys() == {flag.metric for flag in FLAGS}
-    for flag in FLAGS:
-        bound = listed[flag.metric]
+    assert listed.keys() == {metric.name for metric, _ in FLAGGED}
+    for metric, flag in FLAGGED:
+        bound = listed[metric.name]
         if bound == "NaN":
             assert flag.wrong(math.nan)
             continue
         number, sign = float(bound[2:]), 1 if bound[0] == ">" else -1
-        assert flag.wrong(number + sign * 1e-6), flag.metric
-        assert not flag.wrong(number), flag.metric
+        assert flag.wrong(number + sign * 1e-6), metric.name
+        assert not flag.wrong(number), metric.name
 
 
 def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Scored], tiny_policy: Callable[..., Policy]) -> None:
@@ -379,7 +378,7 @@ def test_every_algorithm_says_when_to_choose_it() -> None:
 def test_the_page_has_a_row_for_every_figure_of_the_terminal() -> None:
     rows = {row[0]: row[1] for row in cells("monitoring.md", 2) if row[0]}
     for column in (LOSS, *COLUMNS):
-        assert f"`{column.metric}`" in rows[column.label], column.label
+        assert f"`{column.name}`" in rows[column.column], column.name
     step = Step(
         number=1,
         metrics={"reward": 1.0},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,27 +188,3 @@ def test_an_extension_that_does_not_fit_is_refused_with_its_key(change: dict, sa
     recipe = make_recipe(keys(outside) | named)
     with pytest.raises(ConfigError, match=said):
         list(train(recipe))
-
-
-def test_a_command_of_an_installed_package(outside: str, tmp_path: Path) -> None:
-    """Its entry point is all that is read of it until it is typed."""
-    described = tmp_path / "site" / "outside-1.0.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-
-    def groupwise(*typed: str, **entries: str) -> subprocess.CompletedProcess[str]:
-        lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
-        (described / "entry_points.txt").write_text(f"[groupwise.commands]\n{lines}")
-        code = (
-            f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from groupwise.cli.commands import main; sys.exit(main())"
-        )
-        return subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, check=False)
-
-    own = f"{outside}_alone:command"
-    done = groupwise("greet", "--loud", "steps=3", greet=own)
-    assert (done.returncode, json.loads(done.stdout)) == (7, ["--loud", "steps=3"])
-    assert "of the installed package outside" in groupwise("--help", greet=own).stdout
-    assert groupwise("config", "seed", greet="nowhere:command").returncode == 0
-    broken = groupwise("greet", greet="nowhere:command")
-    assert broken.returncode == 2 and "the command 'greet' of outside cannot be imported" in broken.stderr
-    assert "adds the command 'train', which there is already" in groupwise("config", "seed", train=own).stderr

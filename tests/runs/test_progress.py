@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
-from groupwise.runs.flags import FLAGS, flags
 from groupwise.runs.progress import Progress, duration, escaped, make_console, safe
+from groupwise.training.metric_table import FLAGGED, flags
 
 PAYLOADS = [
     "[/oops]",
@@ -149,11 +149,13 @@ def test_health_flags() -> None:
         "reward": math.nan,
     }
     good = dict.fromkeys(bad, 0.0) | {"entropy": 1.0}
-    assert set(bad) | {"groups/solved", "groups/failed", "tokens/trained", "value/explained"} == {flag.metric for flag in FLAGS}
+    assert set(bad) | {"groups/solved", "groups/failed", "tokens/trained", "value/explained"} == {
+        metric.name for metric, _ in FLAGGED
+    }
     assert flags([good] * 20) == []
     assert flags([]) == []
     assert flags([good] * 20 + [bad] * 10) == flags([bad])
-    assert [line.split()[0] for line in flags([bad])] == [f.metric for f in FLAGS if f.metric in bad]
+    assert [line.split()[0] for line in flags([bad])] == [metric.name for metric, _ in FLAGGED if metric.name in bad]
     assert flags([bad] * 20 + [good] * 10) == []  # what is over is over
 
 
@@ -165,9 +167,9 @@ def test_solved_groups_raise_no_collapse_warning() -> None:
     assert solved == ["groups/solved 87%: most groups are solved. Stop here, or go on with harder prompts."]
     lost = flags([COLLAPSED | {"groups/solved": 0.0, "groups/failed": 1.0}])
     assert lost[0].startswith("groups/failed 100%: most groups hold no right completion. Easier prompts, a better start (SFT)")
-    assert [line.split()[0] for line in lost[1:]] == ["entropy", "completions/duplicates"]
+    assert [line.split()[0] for line in lost[1:]] == ["completions/duplicates", "entropy"]
     mixed = flags([COLLAPSED | {"groups/solved": 0.5, "groups/failed": 0.5}])
-    assert [line.split()[0] for line in mixed] == ["groups/dead", "entropy", "completions/duplicates"]
+    assert [line.split()[0] for line in mixed] == ["groups/dead", "completions/duplicates", "entropy"]
 
 
 def test_a_run_that_trains_nothing_is_flagged_once() -> None:

@@ -18,7 +18,6 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 from groupwise.errors import ConfigError, Ended, GroupwiseError, StorageError
@@ -168,12 +167,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; overrides may stand behind options too, and those of `serve` behind --, where argparse would not find them."""
     typed = _joined(sys.argv[1:] if arguments is None else arguments)
     parser, commands = parsers(typed[:1])
-    added = installed(parser)
     if not typed:
         parser.print_help(sys.stderr)
         sys.exit(2)
-    if typed[0] in added:
-        return argparse.Namespace(command=typed[0], debug=False, run=lambda _: run_installed(added[typed[0]], typed[1:]))
     if not typed[0].startswith("-") and typed[0] not in COMMANDS:
         near = nearest(typed[0], COMMANDS)
         hint = f"did you mean {near}?" if near is not None else f"there are {', '.join(COMMANDS)}"
@@ -225,37 +221,7 @@ def parsers(names: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, ar
             examples = "examples:\n" + "".join(f"  {example}\n" for example in module.EXAMPLES)
             command.epilog = examples if command.epilog is None else f"{command.epilog}\n\n{examples}"
             command.set_defaults(run=module.run)
-    for name, entry in installed(parser).items():
-        text = f"of the installed package {_package(entry)}"
-        found[name] = subparsers.add_parser(name, help=text, description=text, add_help=False)
     return parser, found
-
-
-ENTRY_POINTS = "groupwise.commands"
-"""Entry points of installed packages that are commands: `NAME = "module:function"`, a function of the arguments behind the name
-that returns an exit code."""
-
-
-def installed(parser: argparse.ArgumentParser) -> dict[str, EntryPoint]:
-    """The commands of installed packages, by name.  Ends with the parser's error if one has the name of ours."""
-    found = {entry.name: entry for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)}
-    for name, entry in found.items():
-        if name in COMMANDS:
-            parser.error(f"the installed package {_package(entry)} adds the command {name!r}, which there is already")
-    return found
-
-
-def _package(entry: EntryPoint) -> str:
-    return entry.value.partition(":")[0] if entry.dist is None else entry.dist.name
-
-
-def run_installed(entry: EntryPoint, typed: Sequence[str]) -> int:
-    """Run the command of an installed package.  Raises ConfigError if it cannot be imported."""
-    try:
-        run = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the command {entry.name!r} of {_package(entry)} cannot be imported: {error}") from error
-    return int(run(list(typed)) or 0)
 
 
 def _unknown(option: str, typed: Sequence[str], command: argparse.ArgumentParser, *, overrides: bool) -> str:

@@ -26,7 +26,6 @@ from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
-from groupwise.training.mismatch import diagnose
 from groupwise.utils.imports import demand_attributes, imported, own_code
 
 Make = Callable[[Policy, RolloutSettings, EpisodeWorld | None], Engine]
@@ -140,12 +139,11 @@ def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Prefetch
     return PrefetchedRollouts(engine.ahead, beside=engine_traits(engine.name).beside, find=find)
 
 
-def agreeing(steps: Iterator[Step], engine: Engine, why: Callable[[Step], str] | None = None) -> Iterator[Step]:
+def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
     """Steps, as long as what a vLLM engine samples is what the trainer scores.
 
     Raises EngineError at the first step whose mean difference no rounding explains: the servers sample with other weights, another
     temperature or old keys and values.  That step has been trained on; it is not yielded, and so not saved.
-    why: what the difference comes from.
     """
     limit = engine.tolerance
     for step in steps:
@@ -154,24 +152,9 @@ def agreeing(steps: Iterator[Step], engine: Engine, why: Callable[[Step], str] |
             raise EngineError(
                 f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on average, more than rounding "
                 f"explains ({limit:g}): the vLLM servers sample with other weights, at another temperature or from an old cache. "
-                "The step is thrown away; `groupwise check` tests the servers" + (f".  {why(step)}" if why is not None else "")
+                "The step is thrown away; `groupwise check` tests the servers"
             )
         yield step
-
-
-def why_apart(step: Step, policy: Policy, reference: Policy | None) -> str:
-    """The mismatch meter's word on a step that was just trained on, with the weights after it; empty if it has none."""
-    if policy.sharded or (reference is not None and (reference.sharded or not reference.adapter_on)):
-        return ""  # weights that are spread, or shared with a reference: neither can be copied to be looked at
-    pairs = [
-        (rollout, logp)
-        for group, columns in zip(step.groups, step.current_logp, strict=True)
-        for rollout, logp in zip(group.rollouts, columns, strict=True)
-        if logp.size
-    ]
-    older = {} if reference is None else {"those of the reference": reference}
-    found = diagnose(policy, [rollout for rollout, _ in pairs], [logp for _, logp in pairs], older=older)
-    return "" if found is None else f"By the weights after the step {found}"
 
 
 def engine_lines(engine: Engine, ahead: PrefetchedRollouts) -> Lines:

@@ -29,7 +29,7 @@ from groupwise.proof.prove import prove
 from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import PendingRollout, PrefetchedRollouts
 from groupwise.rollout.engine import Engine
-from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, mixed_engine, mixture, sampler_of, why_apart
+from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, mixed_engine, mixture, sampler_of
 from groupwise.runs.plan import Lines
 from groupwise.runs.policies import critic_of, hold, reference_of, teacher_of
 from groupwise.runs.prepare import Prepared, closed_on_error, eval_sampling, sampling_of
@@ -280,7 +280,7 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
         )
         steps = demand_training(steps, algorithm) if done == 0 else steps
         counted = rewards.counting(steps, done, prepared.steps)
-        return _accounted(agreeing(counted, engine, lambda step: why_apart(step, policy, anchor)), visits, meter)
+        return _accounted(agreeing(counted, engine), visits, meter)
 
     return Job(
         recipe=recipe,

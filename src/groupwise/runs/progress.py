@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from groupwise.records import Step
-from groupwise.runs.flags import flags
+from groupwise.training.metric_table import RECENT, ROWS, flags
 from groupwise.utils.terminal import escaped
 
 Plan = Sequence[tuple[str, str]]
@@ -54,42 +52,12 @@ def make_console(*, quiet: bool = False) -> Console:
 # ---------------------------------------------------------------- what is shown
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One figure of the progress line."""
-
-    label: str
-    metric: str
-    show: Callable[[float], str]
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _rate(value: float) -> str:
-    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.1e}"
-
-
-COLUMNS = (
-    Column("reward", "reward", _number),
-    Column("dead", "groups/dead", _percent),
-    Column("kl", "kl", _number),
-    Column("entropy", "entropy", _number),
-    Column("length", "completions/mean_length", lambda value: f"{value:.0f}"),
-    Column("accuracy", "accuracy", _percent),
-    Column("tok/s", "tokens/per_second", _rate),
+COLUMNS = tuple(
+    ROWS[name] for name in ("reward", "groups/dead", "kl", "entropy", "completions/mean_length", "accuracy", "tokens/per_second")
 )
-LOSS = Column("loss", "loss", _number)
+"""The metrics of the progress line."""
+LOSS = ROWS["loss"]
 """For objectives that learn from data, whose loss does mean something."""
-
-
-RECENT = 10
-"""Steps over which the summary averages."""
 
 
 def duration(seconds: float) -> str:
@@ -189,7 +157,7 @@ class Progress:
         if len(self._ticks) > 1 and step.number < self._steps:
             each = (self._ticks[-1] - self._ticks[0]) / (len(self._ticks) - 1)
             parts.append(f"left {duration(each * (self._steps - step.number))}")
-        parts += [f"{column.label} {column.show(metrics[column.metric])}" for column in columns if column.metric in metrics]
+        parts += [f"{one.column} {one.shown(metrics[one.name])}" for one in columns if one.name in metrics]
         if step.evaluation:
             shown = {name.removeprefix("eval/"): value for name, value in step.evaluation.items()}
             parts += [f"eval {name} {value:.3f}" for name, value in shown.items() if "/" not in name]
@@ -231,9 +199,9 @@ class Progress:
         table.add_column(f"steps {numbers[-size]}-{numbers[-1]}", justify="right")
         columns = COLUMNS if any("reward" in metrics for metrics in tail) else (LOSS, *COLUMNS)
         for column in columns:
-            figures = [[metrics[column.metric] for metrics in part if column.metric in metrics] for part in (head, tail)]
+            figures = [[metrics[column.name] for metrics in part if column.name in metrics] for part in (head, tail)]
             if all(figures):
-                table.add_row(column.label, *(column.show(float(np.mean(values))) for values in figures))
+                table.add_row(column.column, *(column.shown(sum(values) / len(values)) for values in figures))
         table.add_row("time", "", duration(self._now() - self._began))
         for label, value in rows:
             table.add_row(safe(label), "", safe(str(value)))

@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import atexit
-import inspect
-import os
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 
@@ -72,8 +69,14 @@ def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
     ...     print(step.number, step.metrics["reward"])
     """
     steps = _train(recipe, accept_changes)
-    _SUSPENDED.add(steps)
+    atexit.register(_leave, ref(steps))
     return steps
+
+
+def _leave(left: ref[Generator[Step]]) -> None:
+    """A program that ends between two steps leaves the loop.  Several processes would have to agree: some may have failed."""
+    if (steps := left()) is not None and comm.world().size == 1:
+        steps.close()
 
 
 def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
@@ -82,29 +85,7 @@ def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
     with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
         for text in run.job.prepared.warnings if run.first and run.done < run.job.steps else ():
             logger(__name__).warning("%s", text)
-        atexit.unregister(_end_suspended)
-        atexit.register(_end_suspended, os.getpid())  # the last to come is the first to go: what the run has begun is closed later
         yield from run.steps()
-
-
-_SUSPENDED: WeakSet[Generator[Step]] = WeakSet()
-"""Runs that somebody iterates over, perhaps with `next`."""
-
-
-def _end_suspended(process: int) -> None:
-    """Save what a program leaves between two steps when it ends, as leaving the loop would have done.
-
-    Not in a fork of it; and not where one of several processes fails, with which the others cannot agree about anything any more.
-    """
-    failed = getattr(sys, "last_value", None) is not None
-    if os.getpid() != process or (failed and comm.world().size > 1):
-        return
-    for steps in list(_SUSPENDED):
-        if inspect.getgeneratorstate(steps) == inspect.GEN_SUSPENDED:
-            try:
-                steps.close()
-            except BaseException as error:  # a second Ctrl-C too: the next run is to be saved all the same
-                logger(__name__).error("a run that was left between two steps could not be saved: %r", error)
 
 
 def join(recipe: Recipe, timeout: float = comm.TIMEOUT) -> comm.World:

@@ -1,13 +1,46 @@
-"""Every metric that a run writes, by name: unit, formula, meaning, and its usual range.
+"""Every metric that a run writes, by name: unit, formula, meaning, its usual range, and when it is a warning.
 
-`docs/metrics.md` is made from this table, and tests hold every key of a real `metrics.jsonl` against it.  A new metric needs a row
-here.
+Terminal, viewer, reports and `docs/metrics.md` take it from here, and tests hold every key of a real `metrics.jsonl` against it.  A
+new metric needs a row here.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+RECENT = 10
+"""Steps whose mean a flag looks at."""
+MOST = 0.8
+"""Share of the groups from which on they are most of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A warning for readers who do not know the metric: what its value means, and what to do about it."""
+
+    title: str
+    meaning: str
+    """With `{share}` or `{value}`: the metric's mean over the last steps."""
+    remedy: str
+    above: float | None = None
+    """The warning is raised by a mean above this bound ..."""
+    below: float | None = None
+    """... or below this one; without a bound by NaN."""
+    solved: bool = False
+    """It also comes of success: where most groups are solved it is not raised."""
+
+    def wrong(self, value: float) -> bool:
+        """True if a mean raises the warning."""
+        if self.above is None and self.below is None:
+            return math.isnan(value)
+        return value > self.above if self.above is not None else self.below is not None and value < self.below
+
+    def said(self, value: float) -> str:
+        """`meaning` with the metric's value in it."""
+        return self.meaning.format(share=f"{value:.0%}", value="NaN" if math.isnan(value) else f"{value:.3g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +55,24 @@ class Metric:
     """A rule of thumb for reasoning tasks with a checker; empty where there is none."""
     label: str = ""
     """What pages call it where it stands among a run's first figures, or its work."""
+    column: str = ""
+    """What the terminal's progress line calls it."""
+    flag: Flag | None = None
+
+    def shown(self, value: float) -> str:
+        """A value as the terminal shows it, by the unit.
+
+        >>> Metric("", "share", "", "").shown(0.25), Metric("", "nats", "", "").shown(0.25)
+        ('25%', '0.250')
+        """
+        match self.unit:
+            case "share":
+                return f"{value:.0%}"
+            case "tokens":
+                return f"{value:.0f}"
+            case "tokens / second":
+                return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+        return f"{value:.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.1e}"
 
     def matches(self, key: str) -> bool:
         """True if `key` is this metric, or one of this family.
@@ -52,16 +103,27 @@ METRICS: tuple[Section, ...] = (
             Metric("wall", "seconds", "time since 1970", "When the line was written."),
             Metric("loss", "-", "mean over updates of sum(weight x loss)", "The objective. On-policy it says nothing of progress:"
                    " it is minus the mean advantage, about 0, while its gradient is not. For SFT, DPO and reward models it does.",
-                   label="Loss"),
+                   label="Loss", column="loss"),
             Metric("grad_norm", "-", "|g|, before clipping; mean over updates", "Length of the gradient over all weights.",
                    "no spikes",
                    label="Gradient norm"),
             Metric("lr", "-", "of the last update", "The learning rate as scheduled."),
-            Metric("skipped_updates", "updates", "count", "Updates left out because the gradient was not finite.", "0"),
+            Metric("skipped_updates", "updates", "count", "Updates left out because the gradient was not finite.", "0",
+                   flag=Flag(
+                        "Updates were skipped",
+                        "{value} updates a step were not made, because a loss or a gradient was not finite.",
+                        "Lower optimizer.lr; look at the rewards' range.",
+                        above=0)),
             Metric("tokens/trained", "tokens", "sum over updates of tokens with weight != 0", "What the updates learnt from.",
-                   label="Tokens trained"),
+                   label="Tokens trained",
+                   flag=Flag(
+                        "Nothing is trained",
+                        "Rewards are equal within every group, or every completion is cut off and masked.",
+                        "Raise rollout.max_new_tokens, or set group.truncated: keep; else as for dead groups: other prompts, "
+                        "a better start.",
+                        below=1, solved=True)),
             Metric("tokens/per_second", "tokens / second", "tokens sampled (or read) / seconds of the step",
-                   "Speed of the whole step."),
+                   "Speed of the whole step.", column="tok/s"),
             Metric("time/PHASE", "seconds", "wall time", "Of the phases `rollout`, `reference`, `update`, `sync` or `data`."),
         ),
     ),
@@ -70,7 +132,11 @@ METRICS: tuple[Section, ...] = (
         "Online objectives with reward functions. r_i is the combined reward of completion i, G the group size.",
         (
             Metric("reward", "yours", "mean_i r_i", "Mean combined reward of the completions that could be scored.",
-                   "rises, with noise", label="Reward"),
+                   "rises, with noise", label="Reward", column="reward",
+                   flag=Flag(
+                        "Nothing could be scored",
+                        "Every reward function said None to every completion.",
+                        "Try them: groupwise score.")),
             Metric("reward_std", "yours", "mean over groups of std(r_1 ... r_G), G - 1 in the denominator",
                    "Spread inside a group: what the advantages are made of.", "above 0; falls as the task is learnt"),
             Metric("rewards/NAME/mean", "yours", "mean over completions", "One reward function by itself, where it applies."),
@@ -79,11 +145,28 @@ METRICS: tuple[Section, ...] = (
             Metric("groups/dead", "share", "1 - groups with a trained token whose advantage is not 0 / prompts drawn",
                    "Groups that teach nothing: their rewards are equal, or all of them is masked. With pass rate p expect p^G +"
                    " (1 - p)^G. TRL's `frac_reward_zero_std`, which counts equal rewards alone.", "below 0.5",
-                   label="Dead groups"),
+                   label="Dead groups", column="dead",
+                   flag=Flag(
+                        "Most groups are dead",
+                        "{share} of the groups teach nothing: all their completions got one reward, or were masked.",
+                        "Too hard: easier prompts, a better start (SFT), a larger group.group_size, partial rewards. Too "
+                        "easy: harder prompts. Half of both: objective dapo, or group.dead_groups: refill.",
+                        above=MOST, solved=True)),
             Metric("groups/solved", "share", "groups whose completions are all right / groups with a verdict",
-                   "By the recipe's verdict; not written without one.", "not near 1"),
+                   "By the recipe's verdict; not written without one.", "not near 1",
+                   flag=Flag(
+                        "Most groups are solved",
+                        "Every completion is right in {share} of the groups: there is little left to learn from these "
+                        "prompts.",
+                        "Stop here, or go on with harder prompts.",
+                        above=MOST)),
             Metric("groups/failed", "share", "groups without a right completion / groups with a verdict",
-                   "By the same verdict.", "not near 1"),
+                   "By the same verdict.", "not near 1",
+                   flag=Flag(
+                        "Most groups hold no right completion",
+                        "No completion is right in {share} of the groups, so nothing says what would be better.",
+                        "Easier prompts, a better start (SFT), a larger group.group_size, partial rewards.",
+                        above=MOST)),
             Metric("log/NAME", "yours", "mean over calls", "What reward functions logged by `log_metric`."),
             Metric("prompts", "prompts", "count", "Prompts drawn; above `group.prompts_per_step` where dead groups are refilled."),
             Metric("prompts/skipped", "prompts", "count since the start", "Visits left out (`data.curriculum`, `data.retire`)."),
@@ -96,18 +179,34 @@ METRICS: tuple[Section, ...] = (
         (
             Metric("completions/mean_length", "tokens", "mean_i n_i: written tokens, EOS too", "Tokens of a completion.",
                    "no run-away",
-                   label="Length"),
+                   label="Length", column="length"),
             Metric("completions/min_length", "tokens", "min_i n_i", "The shortest."),
             Metric("completions/max_length", "tokens", "max_i n_i", "The longest."),
             Metric("completions/mean_terminated_length", "tokens", "mean over completions that ended by themselves",
                    "Length without the truncated ones."),
             Metric("completions/clipped_ratio", "share", "truncated completions / completions",
                    "Share cut off at `rollout.max_new_tokens`. Lengths are clipped here, not ratios; the name is TRL's.",
-                   "below 0.1", label="Cut off"),
+                   "below 0.1", label="Cut off",
+                   flag=Flag(
+                        "Most completions are cut off",
+                        "{share} of the completions hit the length limit before they ended.",
+                        "Raise rollout.max_new_tokens; check that the end token can be sampled (groupwise check); reward "
+                        "stopping (soft_overlong).",
+                        above=0.5)),
             Metric("completions/duplicates", "share", "1 - distinct completions / completions",
-                   "Share that repeats another completion of its group, token for token.", "small, unless answers are short"),
+                   "Share that repeats another completion of its group, token for token.", "small, unless answers are short",
+                   flag=Flag(
+                        "The group says one thing again and again",
+                        "{share} of the completions repeat another of their group, token for token.",
+                        "The policy has collapsed, or rollout.temperature is too low.",
+                        above=0.8, solved=True)),
             Metric("entropy", "nats / token", "mean_t of -log p(sampled token)", "Sampled estimate of the policy's entropy, at the"
-                   " sampling temperature.", "falls slowly, not to 0", label="Entropy"),
+                   " sampling temperature.", "falls slowly, not to 0", label="Entropy", column="entropy",
+                   flag=Flag(
+                        "The policy no longer explores",
+                        "Its entropy is {value} nats: it is sure of nearly every token.",
+                        "Lower optimizer.lr, stop earlier, clip higher (dapo), or give group.entropy_bonus.",
+                        below=0.01, solved=True)),
             Metric("entropy_bonus", "-", "c of Skywork-OR1's rule, at the last update", "Coefficient of the adaptive entropy bonus,"
                    " where there is a `group.entropy_target`.", "at its bound only for a while"),
             Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled and kept.", label="Tokens sampled"),
@@ -152,10 +251,15 @@ METRICS: tuple[Section, ...] = (
                    "Tokens left out by `group.off_policy_delta`.", "below 0.2"),
             Metric("kl", "nats / token", "mean of the estimator `group.kl`, first pass",
                    "KL to the reference, with `group.beta`; by k1 where it is taken from the reward.",
-                   "grows slowly", label="KL to reference"),
+                   "grows slowly", label="KL to reference", column="kl"),
             Metric("kl/max", "nats", "max of the estimator", "Its largest token."),
             Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where the exponential is continued"
-                   " as its tangent.", "0"),
+                   " as its tangent.", "0",
+                   flag=Flag(
+                        "Tokens far off the reference",
+                        "{value} tokens a step lie 20 nats or more from the reference.",
+                        "Lower optimizer.lr, or raise group.beta.",
+                        above=0)),
         ),
     ),
     Section(
@@ -166,7 +270,13 @@ METRICS: tuple[Section, ...] = (
             Metric("value/return", "yours", "mean R", "What it should have said.", "near `value/mean`"),
             Metric("value/loss", "yours^2", "mean (V - R)^2 / 2", "Error of the critic, without clipping."),
             Metric("value/explained", "share", "1 - Var(R - V) / Var(R)", "Variance of the returns that the critic explains.",
-                   "above 0 and rising"),
+                   "above 0 and rising",
+                   flag=Flag(
+                        "The critic explains nothing",
+                        "Its values are farther from the returns than their mean is ({value} of the variance explained).",
+                        "Raise or lower critic.lr, train it first (critic.pretrain), or give it a backbone of its own "
+                        "(critic.path).",
+                        below=0, solved=True)),
             Metric("teacher/kl", "nats / token", "mean(l - log p_teacher) over drawn tokens",
                    "Estimate of KL(policy || teacher), where the teacher is asked for drawn tokens alone.", "falls"),
         ),
@@ -194,7 +304,13 @@ METRICS: tuple[Section, ...] = (
             Metric("mismatch/mean", "nats", "mean |l - b|", "Mean difference of the log-probs.",
                    "1e-5 in float32, 1e-2 in bfloat16"),
             Metric("mismatch/max", "nats", "max |l - b|", "Largest difference between sampled and scored log-probs.", "below 0.1",
-                   label="Sampler mismatch"),
+                   label="Sampler mismatch",
+                   flag=Flag(
+                        "What is sampled is not what is scored",
+                        "The same token under the same weights gets log-probs {value} nats apart; rounding explains 0.00001 "
+                        "to 0.01.",
+                        "groupwise check RECIPE says where.",
+                        above=0.1)),
             Metric("mismatch/kl", "nats / token", "mean(exp(l - b) - 1 - (l - b))", "Estimate of KL(sampler || trainer)."),
             Metric("mismatch/bounded", "share", "tokens whose weight exp(l - b) was cut / tokens",
                    "With another engine's correction ([vLLM](vllm.md)).", "0 in float32, below 0.01"),
@@ -222,7 +338,7 @@ METRICS: tuple[Section, ...] = (
             Metric("nll", "nats / token", "mean_t(-l_t)", "SFT's loss."),
             Metric("perplexity", "-", "exp(nll)", "The same as a number of choices."),
             Metric("accuracy", "share", "pairs with s_c > s_r (a tie is half) / pairs; or steps judged right / steps",
-                   "Is the order, or the step's label, right?", "well above 0.5", label="Accuracy"),
+                   "Is the order, or the step's label, right?", "well above 0.5", label="Accuracy", column="accuracy"),
             Metric("margin", "yours", "mean(s_c - s_r)", "By how much."),
             Metric("score/chosen", "yours", "mean s_c", "Mean score of the chosen side."),
             Metric("score/rejected", "yours", "mean s_r", "Mean score of the rejected side."),
@@ -267,18 +383,59 @@ METRICS: tuple[Section, ...] = (
 """All metrics by subject."""
 
 
+ROWS = {metric.name: metric for section in METRICS for metric in section.metrics}
+
+
 def find(key: str) -> Metric | None:
     """The row of a key of `metrics.jsonl`; None if there is none.  `eval/NAME` of an objective on data is NAME's row.
 
     >>> find("rewards/accuracy/mean").unit, find("eval/nll").name, find("eval/greedy/half_width").name
     ('yours', 'nll', 'eval/NAME/half_width')
     """
-    rows = [metric for section in METRICS for metric in section.metrics]
     for name in (key, key.removeprefix("eval/")):
-        exact = next((metric for metric in rows if metric.name == name), None)
-        if exact is not None:
-            return exact
-        for metric in rows:
-            if metric.matches(name):
-                return metric
+        found = ROWS.get(name) or next((metric for metric in ROWS.values() if metric.matches(name)), None)
+        if found is not None:
+            return found
     return None
+
+
+FLAGGED = tuple((metric, metric.flag) for metric in ROWS.values() if metric.flag is not None)
+"""The metrics with a flag."""
+
+
+def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, float]]:
+    """The flags that the last steps raise, each with its metric and the metric's mean over them.   history: oldest step first.
+
+    What success looks like (dead groups, the same texts, no entropy) is no warning where most groups are solved; of flags with one
+    cause only the first is raised: nothing trained, all groups failed, dead groups.
+    """
+    means = {}
+    for metric, _ in FLAGGED:
+        values = [metrics[metric.name] for metrics in history[-RECENT:] if metric.name in metrics]
+        if values:
+            means[metric.name] = sum(values) / len(values)
+    solved, failed = (means.get(f"groups/{name}", 0.0) > MOST for name in ("solved", "failed"))
+    found: list[tuple[Metric, Flag, float]] = []
+    for metric, flag in FLAGGED:
+        if metric.name not in means or not flag.wrong(mean := means[metric.name]) or (flag.solved and solved):
+            continue
+        untrained = any(one.name == "tokens/trained" for one, _, _ in found)
+        if metric.name in ("tokens/trained", "groups/dead") and (failed or untrained):
+            continue
+        found.append((metric, flag, mean))
+    return found
+
+
+def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
+    """The warnings that the last steps raise, one line each; empty if there are none.
+
+    history: metrics of each step, oldest first.
+
+    >>> flags([{"groups/solved": 0.87, "groups/dead": 0.9, "entropy": 0.001, "completions/duplicates": 0.9}])
+    ['groups/solved 87%: most groups are solved. Stop here, or go on with harder prompts.']
+    """
+    found = []
+    for metric, flag, mean in raised(history):
+        shown = f"{mean:.0%}" if metric.unit == "share" else f"{mean:.3g}"
+        found.append(f"{metric.name} {shown}: {flag.title[0].lower()}{flag.title[1:]}. {flag.remedy}")
+    return found

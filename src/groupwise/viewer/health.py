@@ -1,7 +1,4 @@
-"""The health of a run: its flags (`runs/flags.py`), the few figures that say most, and its metrics by subject.
-
-Units and subjects of metrics come from the metric table.
-"""
+"""The health of a run: its flags, the few figures that say most, and its metrics by subject, as the metric table has them."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from groupwise.runs.flags import RECENT, raised
-from groupwise.training.metric_table import METRICS, find
+from groupwise.training.metric_table import METRICS, RECENT, ROWS, find, raised
 
 SHOWN = 10
 """Files that a warning names."""
@@ -30,8 +26,8 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
     'Most groups are dead'
     """
     return [
-        {"metric": flag.metric, "title": flag.title, "meaning": flag.said(value), "remedy": flag.remedy}
-        for flag, value in raised(history)
+        {"metric": metric.name, "title": flag.title, "meaning": flag.said(value), "remedy": flag.remedy}
+        for metric, flag, value in raised(history)
     ]
 
 
@@ -58,8 +54,7 @@ def figures(names: Iterable[str]) -> list[dict[str, Any]]:
 
 def described(metric: str) -> dict[str, Any]:
     """What the metric table says of a metric: its label, its unit, its meaning and the usual range."""
-    row = find(metric)
-    assert row is not None, f"{metric} has no row in the metric table"
+    row = ROWS[metric]
     return {
         "metric": metric,
         "label": row.label,
