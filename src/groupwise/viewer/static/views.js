@@ -225,11 +225,7 @@ function groupList(step, chosen) {
     );
     if (count < step.groups.length)
       list.append(
-        h(
-          "li",
-          {},
-          h("button", { type: "button", onclick: () => show(count + 200), text: `${step.groups.length - count} more` }),
-        ),
+        h("li", {}, h("button", { type: "button", onclick: () => show(count + 200), text: `${step.groups.length - count} more` })),
       );
   };
   show(60);
@@ -483,8 +479,7 @@ async function showStrip(element, run, kind, step, key, still) {
   const reading =
     found.read < found.total ? ` · ${found.read.toLocaleString("en")} of ${many(found.total, "step")} read so far` : "";
   if (found.visits.length < 2) {
-    if (reading)
-      fill(element, h("p", { class: "hint", text: "This prompt through training: looking for other visits" + reading }));
+    if (reading) fill(element, h("p", { class: "hint", text: "This prompt through training: looking for other visits" + reading }));
     return;
   }
   const flat = found.visits.flatMap((visit) => visit.rewards).filter((value) => value !== null);
@@ -1005,7 +1000,7 @@ VIEWS.compare = async (main) => {
   const run = runHere(),
     still = staying(),
     chosenKind = here.kind;
-  const sampled = RUNS.find((one) => one !== run && one.metrics.includes("reward"));  // runs on data have no completions
+  const sampled = RUNS.find((one) => one !== run && one.metrics.includes("reward")); // runs on data have no completions
   const other = RUNS[Number(here.other)] || sampled || run;
   if (ANSWERS) {
     fill(main, await differences(overlaid()));
