@@ -46,11 +46,11 @@ def _native(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
         )
         spent = time.process_time() - start
         rollout = groups[0][0]
-        ids = torch.tensor([[*rollout.prompt.tokens.tolist(), *rollout.tokens.tolist()]])
+        ids = torch.tensor([[*rollout.prompt.tokens.tolist(), *rollout.tokens.tolist()]], device=policy.device)
         with torch.no_grad(), plain_attention(policy.model) as model, policy.precision():
             logits = model(input_ids=ids, use_cache=False).logits[0, work.prompt - 1 : -1].float()
         logp = logits.log_softmax(-1).gather(1, ids[0, work.prompt :, None])[:, 0]
-        far = (logp - torch.from_numpy(rollout.behavior_logp)).abs().max()
+        far = (logp.cpu() - torch.from_numpy(rollout.behavior_logp)).abs().max()
         return {"tokens": sum(len(r) for g in groups for r in g), "seconds": spent, "logp_difference": float(far)}
 
     return run

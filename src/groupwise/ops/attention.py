@@ -111,20 +111,27 @@ class StreamAttention:
     def _flex_attention(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, cap: float | None, reach: Reach, sinks_H: Tensor | None
     ) -> Tensor:
+        from torch.nn.attention.flex_attention import AuxRequest
+
         if reach not in self._flex:
             self._flex[reach] = flex_block_mask(self.layout, query.device, reach)
         attend = _compiled_flex() if query.is_cuda else _plain_flex()
-        out, lse = attend(
-            query,
-            key,
-            value,
-            score_mod=None if cap is None else _capped(cap),
-            block_mask=self._flex[reach],
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-            return_lse=True,
-        )
-        return out if sinks_H is None else out * torch.sigmoid(lse - sinks_H.to(lse.dtype)[:, None])[..., None].to(out.dtype)
+        width = value.shape[-1]
+        # Zeros behind narrow heads add nothing.  Outside of autocast: its state would compile the same kernel a second time.
+        query, key, value = (F.pad(x, (0, max(0, FLEX_WIDTH - x.shape[-1]))) for x in (query, key, value))
+        with torch.autocast(query.device.type, enabled=False):
+            out, aux = attend(
+                query,
+                key,
+                value,
+                score_mod=None if cap is None else _capped(cap),
+                block_mask=self._flex[reach],
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+                return_aux=AuxRequest(lse=True),
+            )
+        out = out[..., :width]
+        return out if sinks_H is None else out * torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None].to(out.dtype)
 
 
 class _Compiled(torch.autograd.Function):
@@ -537,12 +544,11 @@ def _plain_flex() -> Any:
     return flex_attention
 
 
-_compiled: Any = None
-
-
+@cache
 def _compiled_flex() -> Any:
-    """Compiled once per process; packed streams have a new length every time, hence dynamic shapes."""
-    global _compiled
-    if _compiled is None:
-        _compiled = torch.compile(_plain_flex(), dynamic=True)
-    return _compiled
+    """Compiled once per process; packed streams have a new length every time, hence dynamic shapes.
+
+    It is compiled again for each type, for passes with and without gradients, and for each cap.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # else torch runs the rest uncompiled
+    return torch.compile(_plain_flex(), dynamic=True)
