@@ -181,6 +181,16 @@ def test_the_flex_blocks_are_those_of_the_mask_of_all_pairs(reach: Reach) -> Non
                 assert torch.equal(getattr(found, kind), getattr(expected, kind)), (layout, kind)
 
 
+@pytest.mark.parametrize(("reach", "cap", "sinks"), CASES, ids=str)
+def test_flex_attention_equals_the_definition(reach: Reach, cap: float | None, sinks: bool) -> None:
+    layout = layout_of([(5, [4, 1]), (0, [7]), (3, [6])], 5)
+    query = asked(layout.total, reach=reach, cap=cap, sinks=sinks, value=8)
+    query = Query(*(x.detach().float() if isinstance(x, Tensor) else x for x in query))
+    attention, end = StreamAttention(layout), sum(layout.length)
+    found = attention._flex_attention(*query.heads, query.scale, cap, reach.within(attention.longest), query.sinks_H)
+    torch.testing.assert_close(found.squeeze(0).transpose(0, 1)[:end], definition(layout, query)[:end], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("reach", "cap", "sinks"), CASES, ids=str)

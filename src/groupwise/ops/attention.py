@@ -131,7 +131,9 @@ class StreamAttention:
                 return_aux=AuxRequest(lse=True),
             )
         out = out[..., :width]
-        return out if sinks_H is None else out * torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None].to(out.dtype)
+        if sinks_H is None:
+            return out
+        return out * torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None].to(out.dtype)
 
 
 class _Compiled(torch.autograd.Function):
@@ -471,6 +473,8 @@ def _capped_backward(
 
 FLEX_BLOCK = 128
 """Tokens to a side of FlexAttention's blocks."""
+FLEX_WIDTH = 16
+"""The narrowest heads that FlexAttention takes on a GPU."""
 
 
 def flex_block_mask(layout: Layout, device: torch.device, reach: Reach = EVERYTHING) -> Any:
