@@ -44,12 +44,13 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # The algorithms
 
-This page lists what an objective computes and which parts can be changed. Which one to take: [choosing](choosing.md). `make docs`
-makes this page and those of the rows from the table of algorithms.
+Which one to take: [choosing](choosing.md). `groupwise explain --preset NAME` works one step through in numbers. `make docs` makes
+this page and those of the rows from the table of algorithms.
 
 An online algorithm is one row of a table with four parts: **credit** (rewards -> advantages), **ratio** level, **surrogate**
-and **weights** (normalisation). `objective: NAME` takes a row. Keys of `group` replace single parts, so every mixture can be run:
-`group: {credit: centered, weights: {name: constant, length: 1024}}`.
+and **weights** (normalisation). `objective: NAME` takes a row. Keys of `group` replace single parts:
+`group: {credit: centered, weights: {name: constant, length: 1024}}`. The table names options that differ from the
+defaults.
 
 """
 NOTATION = """\
@@ -75,7 +76,7 @@ def algorithms_page() -> str:
     for row in ALGORITHMS.values():
         cells = [
             f"[`{row.name}`](algorithms/{row.name}.md)",
-            *(f"`{describe(part)}`" for part in parts_of(row).values()),
+            *(f"`{short(part)}`" for part in parts_of(row).values()),
             added(row),
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -86,6 +87,14 @@ def algorithms_page() -> str:
             lines += ["", f"### {kind}", "", "| name | what it is |", "|---|---|"]
             lines += [f"| `{describe(function)}` | {cell(first_paragraph(function))} |" for function in functions.values()]
     return "\n".join(lines) + "\n"
+
+
+def short(part: Any) -> str:
+    """A part with those of its options that differ from their defaults."""
+    named = setting(part)
+    if isinstance(named, str):
+        return named
+    return f"{named.pop('name')}({', '.join(f'{key}={value}' for key, value in named.items())})"
 
 
 def parts_of(row: Algorithm) -> dict[str, Callable[..., Any]]:
@@ -110,7 +119,7 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     """One preset: what it is, its equation, its recipe, and what its paper and others say."""
     source = f" Paper: [{row.paper}](https://arxiv.org/abs/{row.paper})." if row.paper else ""
     lines = [f"# {row.name}", "", row.summary + source, "", "```text", f"loss = {row.equation}", "```", ""]
-    lines += ["What the [symbols](../algorithms.md#notation) and the [parts](../algorithms.md#the-parts) mean.", ""]
+    lines += ["[Symbols](../algorithms.md#notation), [parts](../algorithms.md#the-parts).", ""]
     lines += ["## When to choose it", "", notes["choose"], "", "## Recipe", ""]
     changed = from_grpo(row)
     taught = ["teacher: {path: Qwen/Qwen3-8B}"] if row.needs_teacher else []
@@ -120,15 +129,10 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     elif changed:
         group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
         lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), *taught, "```"]
-    lines += ["", "Its parts: " + ", ".join(f"{key} `{describe(part)}`" for key, part in parts_of(row).items()) + "."]
     if row.name != "grpo" and not changed:
-        named = [
-            f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items() if key != "extra"
-        ]
+        named = [f"{key} `{short(value) if callable(value) else value}`" for key, value in different(row).items() if key != "extra"]
         named += [f"extra terms {added(row)}"] if row.extra else []
         lines += ["", "Differs from [`grpo`](grpo.md) in: " + ", ".join(named) + "."]
-    if row.divergence is None:  # whole distributions do not fit a table of tokens
-        lines += ["", f"One step in numbers: `groupwise explain --preset {row.name}`."]
     lines += [""]
     lines += ["## Measured", "", notes["measured"].rstrip(), ""] if "measured" in notes else []
     lines += ["## Settings of its paper", "", notes["paper"], ""]
@@ -140,12 +144,10 @@ def metrics_page() -> str:
     """Every metric with unit, formula and meaning."""
     lines = [METRICS_INTRO]
     for section in METRICS:
-        lines += [f"## {section.title}", "", section.when, "", "| metric | unit | formula | meaning | where it should lie |"]
-        lines.append("|---|---|---|---|---|")
+        lines += [f"## {section.title}", "", section.when, "", "| metric | unit | formula | meaning |", "|---|---|---|---|"]
         for row in section.metrics:
-            lines.append(
-                "| " + " | ".join(cell(x) for x in (f"`{row.name}`", row.unit, row.formula, row.meaning, row.healthy)) + " |"
-            )
+            meaning = f"{row.meaning} *{row.healthy[0].upper()}{row.healthy[1:]}.*" if row.healthy else row.meaning
+            lines.append("| " + " | ".join(cell(x) for x in (f"`{row.name}`", row.unit, row.formula, meaning)) + " |")
         lines.append("")
     return "\n".join(lines)
 
@@ -154,7 +156,7 @@ METRICS_INTRO = """\
 # The metrics
 
 Every step writes one line of `metrics.jsonl` with these keys. A quantity that was not computed has no key. Words in capitals stand
-for a name. "Yours" is the unit of your reward functions. The last column holds rules of thumb for reasoning tasks with a checker.
+for a name. "Yours" is the unit of your reward functions. In italics: rules of thumb for reasoning tasks with a checker.
 What to look at first: [how to read a run](monitoring.md). `make docs` makes this page from the metric table.
 """
 
@@ -200,6 +202,9 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+ROLLOUTS = "counts optimizer steps; ours counts rollouts, each of group.updates_per_rollout x group.minibatches optimizer steps"
+
+
 def trl_table() -> str:
     """TRL's arguments by what becomes of each; those with the same answer share a row."""
     lines: list[str] = []
@@ -213,7 +218,8 @@ def trl_table() -> str:
         lines += ["| TRL | here | note |", "|---|---|---|"] if keyed else ["| TRL | why |", "|---|---|"]
         for (key, says), names in rows.items():
             ours = [f"`{key}`" if key is not None else ""] if keyed else []
-            lines.append("| " + " | ".join([", ".join(names), *ours, cell(says)]) + " |")
+            short_says = says.replace(ROLLOUTS, "counts optimizer steps, ours rollouts")
+            lines.append("| " + " | ".join([", ".join(names), *ours, cell(short_says)]) + " |")
     return "\n".join(lines[1:])
 
 
@@ -228,8 +234,10 @@ def rewards_table() -> str:
 
 
 def explain_block() -> str:
-    """What `groupwise explain` prints."""
-    return f"```console\n$ groupwise explain\n{render(work())}\n```"
+    """What `groupwise explain` prints, up to the advantages and from the second pass on."""
+    lines = render(work()).splitlines()
+    third, fifth = (next(i for i, line in enumerate(lines) if line.startswith(f"{number}. ")) for number in (3, 5))
+    return "\n".join(["```console", "$ groupwise explain", *lines[:third], "...", *lines[fifth:], "```"])
 
 
 LAW = DOCS.parent / "tests" / "arch" / "test_laws.py"

@@ -310,10 +310,10 @@ def describe(key: str) -> str:
 
 def reference() -> str:
     """All settings as a Markdown page."""
-    about = "To look up a key of a recipe; `groupwise config KEY` tells one of them.\nMade by `groupwise config --markdown`."
+    about = "`groupwise config KEY` shows one of these keys, and what TRL calls it. Made by `groupwise config --markdown`."
     lines = ["# Settings", "", about, ""]
     lines += [f"`stages`: {STAGES}"]
-    top = ["", "| key | meaning | value | default | TRL |", "|---|---|---|---|---|"]
+    top = ["", "| key | meaning | value | default |", "|---|---|---|---|"]
     sections: dict[str, list[tuple[str, Setting]]] = {}
     for key, setting in settings_table().items():
         if setting.section is None:
@@ -325,8 +325,19 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+SIGNS = (
+    ("a whole number", "integer"), ("a number", "number"), ("at least ", "≥"), ("greater than ", ">"), ("at most ", "≤"),
+    ("less than ", "<"), (" and ", ", "), ("one of ", ""), ("9223372036854775808", "2^63"),
+    ("a name, or a mapping with `name`, its arguments", "name or mapping"),
+)  # fmt: skip
+"""How the page shortens the words of messages."""
+
+
 def _row(key: str, setting: Setting) -> str:
     """A setting's line in the page."""
     default = "(required)" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
-    cells = [f"`{key}`", setting.meaning, setting.expected, default, ", ".join(f"`{name}`" for name in setting.trl)]
+    value = setting.expected.removesuffix(", or null") if setting.default is None else setting.expected
+    for words, sign in SIGNS:
+        value = value.replace(words, sign)
+    cells = [f"`{key}`", setting.meaning, value, default]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
