@@ -116,6 +116,7 @@ def test_a_template_that_writes_nothing_and_one_that_refuses_are_told_with_the_r
 def test_a_template_that_nothing_but_the_kernel_stops_has_its_time_once(monkeypatch):
     """It is not begun again to learn at which conversation it was."""
     monkeypatch.setattr(rendering, "SECONDS", 0.5)
+    monkeypatch.setattr(rendering, "_RENDERER", rendering._Renderer())
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (  # lists are compared without looking for signals
         "{{ messages[0].content }}{% set n = messages | length * 1000000 %}{% set x, y = [1.5] * n, [1.5] * n %}"
@@ -125,7 +126,7 @@ def test_a_template_that_nothing_but_the_kernel_stops_has_its_time_once(monkeypa
     assert render_chats(tokenizer, chats[:2]) == ["0", "1"]
     process = rendering._RENDERER._process
     with pytest.raises(
-        DataError, match=r"row 2: .* it ran for more than 0\.5 seconds on one conversation; set model\.chat_template"
+        DataError, match=r"row 2: .* it ran for 0\.5 seconds on one conversation and was stopped; set model\.chat_template"
     ):
         render_chats(tokenizer, chats)
     assert rendering._RENDERER._process is process and not process.alive(), "it was not started again"

@@ -1,4 +1,4 @@
-"""Rendering chat templates, which are programs that come with a checkpoint, in a process of their own (`template_worker`).
+"""Rendering chat templates, which are programs that come with a checkpoint, in a process of their own.
 
 They run in transformers' renderer and sandbox with limits of time and memory: a template that never ends, or takes all memory,
 becomes an error instead of a run that hangs.  The process starts with the first conversation (0.6 s) and is kept; a conversation
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -172,8 +171,9 @@ class _Renderer:
                     raise DataError(f"the process in which chat templates run could not start: {error}") from error.__cause__
                 except (Died, TimeoutError) as error:
                     place = len(texts)
-                    if isinstance(error, Died) and error.code == -signal.SIGXCPU:
-                        raise _unusable(chats[place], f"it ran for more than {SECONDS:g} seconds on one conversation") from None
+                    if isinstance(error, Died) and error.cpu:
+                        why = f"it ran for {SECONDS:g} seconds on one conversation and was stopped"
+                        raise _unusable(chats[place], why) from None
                     if place == broken:
                         why = f"gave no text within {WALL_SECONDS:g} s" if isinstance(error, TimeoutError) else f"ended: {error}"
                         raise _unusable(chats[place], f"the process in which it ran {why}") from None
@@ -182,18 +182,48 @@ class _Renderer:
 
     def _answers(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> Iterator[tuple[str, str]]:
         if self._process is None or not self._process.alive():
-            threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-            self._process = WorkerProcess("groupwise.data.template_worker:serve_templates", quiet=True, variables=threads)
-        request = {
-            "template": shown_template(tokenizer, tools=chats[0].tools is not None),
-            "variables": dict(tokenizer.special_tokens_map),
-            "seconds": SECONDS,
-            "memory": MEMORY,
-            "length": LENGTH,
-            "chats": [{"messages": _plain(chat.messages), "tools": chat.tools, "options": chat.options} for chat in chats],
-        }
-        text = json.dumps(request, default=_placeholder)
-        return self._process.ask(text, seconds=WALL_SECONDS, answers=len(chats))
+            self._process = WorkerProcess(
+                "groupwise.data.rendering:serve_templates",
+                memory=MEMORY,
+                cpu_seconds=SECONDS,
+                quiet=True,
+                variables={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            )
+        template = shown_template(tokenizer, tools=chats[0].tools is not None)
+        conversations = [(_plain(chat.messages), chat.tools, dict(tokenizer.special_tokens_map) | chat.options) for chat in chats]
+        text = json.dumps(conversations, default=_placeholder)
+        return self._process.ask(template, text, seconds=WALL_SECONDS, answers=len(chats))
+
+
+def serve_templates() -> Callable[[str, str], Iterator[tuple[str, str]]]:
+    """In the process: what renders (messages, tools, options), a list of which comes as JSON, by a template.
+
+    There is an answer for each: `("text", text)`, `("refused", why)`, or `("unusable", why)` (the template is none, or ran out of
+    memory, depth or length), which is the last one.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def rendered(template: str, messages: Any, tools: Any, options: Mapping[str, Any]) -> tuple[str, str]:
+        try:
+            texts, _ = render_jinja_template(conversations=[messages], tools=tools, chat_template=template, **options)
+        except MemoryError:
+            return "unusable", f"it needed more than {MEMORY >> 20} MiB for one conversation"
+        except RecursionError:
+            return "unusable", "it calls itself without end"
+        except (SyntaxError, TemplateSyntaxError) as error:
+            return "unusable", f"it is no Jinja template that can be run: {error}"
+        except Exception as error:  # whatever a template does: it is not our code
+            return "refused", f"{error}" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
+        if len(texts[0]) > LENGTH:
+            return "unusable", f"it wrote {len(texts[0]):,} characters for one conversation"
+        return "text", texts[0]
+
+    def answers(template: str, text: str) -> Iterator[tuple[str, str]]:
+        for chat in json.loads(text):
+            yield rendered(template, *chat)
+
+    return answers
 
 
 def _unusable(chat: Chat, why: str) -> DataError:

@@ -2,7 +2,7 @@
 
 sympy evaluates what it reads: `9^{9^{9^{9}}}` or a nest of 3,000 braces takes it hours or gigabytes, its own timeouts need the
 main thread's SIGALRM, and 11 of 31 hostile strings never return in any other thread.  Here every comparison has a deadline in
-processor time (the same verdict on a loaded machine), a wall-clock one behind it, and an address space of 2 GiB.
+processor time (the same verdict on a loaded machine), a wall-clock one behind it, and 2 GiB of memory.
 """
 
 from __future__ import annotations

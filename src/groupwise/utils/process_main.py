@@ -27,6 +27,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 LONGEST_ANSWER = 1 << 28
@@ -269,15 +270,11 @@ def descendants(root: int) -> list[int]:
 
 
 def serve(channel: socket.socket, build: Callable[..., Function], options: Mapping[str, Any]) -> NoReturn:
-    """Limits, set-up, then one request after the other until the parent closes the channel.
+    """Set-up, limits, then one request after the other until the parent closes the channel.
 
-    The first request is what the function is built from.  A function that returns an iterator answers a request with one message
+    The first request is what the function is built from.  A function that returns a generator answers a request with one message
     for each of its values, any other with one.  A request that comes with two sockets is for a fork: its lifeline and its channel.
     """
-    import resource
-
-    if options.get("memory") is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (options["memory"], options["memory"]))
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a kill is seen
     try:
@@ -289,6 +286,7 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
     except BaseException as error:  # whatever it is, it is why there is no worker
         _answer(channel, described(error))
         os._exit(1)
+    _limit_memory(options.get("memory"))
     _answer(channel, {"value": None})
     answer_requests(channel, function, options.get("cpu_seconds"))
 
@@ -310,12 +308,36 @@ def answer_requests(channel: socket.socket, function: Function, cpu_seconds: flo
                 one.close()
             continue
         try:
-            with _within(cpu_seconds):
-                answer = function(*pickle.loads(request))
-            for value in answer if inspect.isgenerator(answer) else (answer,):
+            for value in _values(function, pickle.loads(request), cpu_seconds):
                 _answer(channel, {"value": value})
         except BaseException as error:  # whatever it is (SystemExit, KeyboardInterrupt), it is this call's outcome
             _answer(channel, described(error))
+
+
+def _values(function: Function, arguments: tuple[Any, ...], cpu_seconds: float | None) -> Iterator[Any]:
+    """The answers to a request, each within so much processor time."""
+    with _within(cpu_seconds):
+        answer = function(*arguments)
+    if not inspect.isgenerator(answer):
+        yield answer
+        return
+    end = object()
+    while True:
+        with _within(cpu_seconds):
+            value = next(answer, end)
+        if value is end:
+            return
+        yield value
+
+
+def _limit_memory(room: int | None) -> None:
+    """Let the address space grow by so many bytes and no more, where the system says how large it is."""
+    statm = Path("/proc/self/statm")
+    if room is not None and statm.exists():
+        import resource
+
+        most = int(statm.read_text().split()[0]) * resource.getpagesize() + room
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _fork(ends: list[socket.socket], function: Function, cpu_seconds: float | None) -> int:

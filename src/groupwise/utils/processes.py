@@ -112,8 +112,9 @@ class WorkerProcess:
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`target`: `module:factory` for a fresh process, or a factory of this process for a fork of it.  The process calls it with
-        `setup` once; what it returns answers requests.  `memory`: address space in bytes (RLIMIT_AS).  `cpu_seconds`: of one
-        request, a second deadline, in processor time, which a loaded machine does not shorten.  `quiet`: what it prints is dropped;
+        `setup` once; what it returns answers requests.  `memory`: bytes that its address space may grow
+        by after the set-up (RLIMIT_AS).  `cpu_seconds`: of one answer, a second deadline, in processor time, which a loaded machine
+        does not shorten.  `quiet`: what it prints is dropped;
         else it goes to the parent's standard error, as far as there is not too much of it.  `folder`: its working directory.
         `variables`: of a fresh process's environment, beside the parent's.
         """
