@@ -27,6 +27,7 @@ import peft
 import pytest
 import torch
 import yaml
+from encoders import encode_prompts
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -37,7 +38,6 @@ from groupwise.cli.commands import main
 from groupwise.config import settings
 from groupwise.config.live_objects import Live
 from groupwise.config.recipes import demand_values, load_recipe
-from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer

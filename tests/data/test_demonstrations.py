@@ -1,11 +1,9 @@
 import numpy as np
 import pytest
+from encoders import encode_demonstrations, encode_pairs, encode_prompts, encode_solutions
 
-from groupwise.data.demonstrations import UNSAID, encode_demonstrations
-from groupwise.data.pairs import encode_pairs
-from groupwise.data.prompts import encode_prompts
+from groupwise.data.demonstrations import UNSAID
 from groupwise.data.sources import SourceRows
-from groupwise.data.step_labels import encode_solutions
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import DataError

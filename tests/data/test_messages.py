@@ -5,8 +5,8 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from encoders import encode_demonstrations
 
-from groupwise.data.demonstrations import encode_demonstrations
 from groupwise.data.messages import CONTRADICTS, joined
 from groupwise.data.sources import BadRow, SourceRows, read_rows
 from groupwise.data.templates import Template

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
+from encoders import encode_pairs
 
-from groupwise.data.pairs import Pair, encode_pairs
+from groupwise.data.pairs import Pair
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.errors import ConfigError, DataError

@@ -1,10 +1,10 @@
 """Preference data in exactly the forms in which they are published: columns, types and turns as there."""
 
 import pytest
+from encoders import encode_pairs
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.load import load_pairs, load_texts
-from groupwise.data.pairs import encode_pairs
 from groupwise.data.preference_formats import as_pairs
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
+from encoders import encode_prompts
 
-from groupwise.data.prompts import encode_prompts, prompt_limit, visit
+from groupwise.data.prompts import prompt_limit, visit
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.errors import DataError

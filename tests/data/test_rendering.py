@@ -3,9 +3,9 @@
 import threading
 
 import pytest
+from encoders import encode_prompts
 
 from groupwise.data import rendering
-from groupwise.data.prompts import encode_prompts
 from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from encoders import encode_solutions
 
 from groupwise.data import vocabulary
 from groupwise.data.sources import SourceRows
-from groupwise.data.step_labels import encode_solutions
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import DataError

@@ -1,15 +1,15 @@
 import json
+import random
 
 import numpy as np
 import pytest
+from encoders import encode_demonstrations, encode_prompts
 from transformers import AutoTokenizer
 
 from groupwise.config.settings import DataSettings
-from groupwise.data.demonstrations import encode_demonstrations
-from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import BadRow, SourceRows
 from groupwise.data.templates import Template
-from groupwise.data.tokenizers import bpe_tokenizer, byte_tokenizer
+from groupwise.data.tokenizers import arithmetic_tokenizer, bpe_tokenizer, byte_tokenizer
 from groupwise.data.wording import Wording
 from groupwise.errors import ConfigError, DataError
 
@@ -437,3 +437,15 @@ def test_control_tokens_are_counted_and_encoded_as_text_wherever_a_row_brings_th
         assert sum(count for remark, count in report.noted.items() if remark.startswith("with control tokens")) == 1
     with pytest.raises(DataError, match=r"no prompt is left: .*1 with control tokens"):
         encode_prompts(rows, Template(tokenizer=tokenizer, chat=True, control_tokens="drop"), max_tokens=400)
+
+
+@pytest.mark.parametrize("tokenizer", [arithmetic_tokenizer(), byte_tokenizer()], ids=["characters", "bytes"])
+def test_the_ids_of_an_answered_prompt_are_those_of_its_whole_text(tokenizer):
+    template, rng = Template(tokenizer=tokenizer, chat=True), random.Random(0)
+    pieces = ("1", "<|end|>", "<|user|>", "<think>", "</think>", "a b", "\n", "  ")
+    contents = [[{"role": "user", "content": "".join(rng.choices(pieces, k=5))}] for _ in range(50)]
+    questions = template.ask(contents, ["a row"] * 50)
+    answers = ["2" + "".join(rng.choices(pieces, k=4)) + "1" for _ in questions]
+    for question, answer, completion in zip(questions, answers, template.complete(questions, answers, [1]), strict=True):
+        whole = tokenizer(question.text + answer, add_special_tokens=False)["input_ids"]
+        assert [*question.tokens.tolist(), *completion.tokens.tolist()] == [*whole, 1]

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from encoders import encode_prompts
 
-from groupwise.data.prompts import encode_prompts
 from groupwise.data.rendering import Chat, render_chats
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import unmarked

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from encoders import encode_prompts
 
 from groupwise.config.settings import RewardSettings
-from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer

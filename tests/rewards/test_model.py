@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from encoders import encode_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForSequenceClassification
 
 from groupwise.config.settings import ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
 from groupwise.data.pairs import Pair
-from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import make_tokenizer

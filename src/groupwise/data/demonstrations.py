@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from groupwise.data.encoding import RecordKind, TooLong, encode
+from groupwise.data.encoding import RecordKind
 from groupwise.data.messages import Content, before_the_answer, checked, joined, openings, variables_in
-from groupwise.data.report import Report
-from groupwise.data.sources import BadRow, Row, SourceRows, first_of, missing_column
-from groupwise.data.templates import Template
+from groupwise.data.sources import BadRow, Row, first_of, missing_column
 from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import DataError
 
@@ -112,14 +110,3 @@ DEMONSTRATIONS = RecordKind(
     read=lambda rows, wording: rows.mapped(partial(read_demonstration, wording=wording)),
     make=lambda id, _example, _question, prompt, answer: Demonstration(id=id, prompt=prompt, completion=answer.tokens),
 )
-
-
-def encode_demonstrations(
-    rows: SourceRows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
-) -> tuple[list[Demonstration], Report]:
-    """Demonstrations of the rows that hold one, as `encode`.
-
-    Of a conversation the last turn is the completion; earlier assistant turns are part of the prompt.
-    """
-    read = DEMONSTRATIONS.read(rows, template)
-    return encode(read, template, DEMONSTRATIONS, limit=context, eos_ids=eos_ids, too_long=too_long)

@@ -137,21 +137,6 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
             yield from _texts_in(value)
 
 
-def _load(
-    settings: DataSettings,
-    template: Template,
-    kind: RecordKind[Item],
-    seed: int,
-    *,
-    limit: int,
-    eos_ids: Sequence[int] = (),
-    train: bool = True,
-) -> Data[Item]:
-    """Rows -> examples, once -> parts -> records."""
-    with _collector_at_rest():
-        return _loaded(settings, template, kind, seed, limit=limit, eos_ids=eos_ids, train=train)
-
-
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
     """Without the garbage collector, which would walk over the rows again and again, a fifth of the time: all of them stay."""
@@ -164,16 +149,18 @@ def _collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
-def _loaded(
+@_collector_at_rest()
+def _load(
     settings: DataSettings,
     template: Template,
     kind: RecordKind[Item],
     seed: int,
     *,
     limit: int,
-    eos_ids: Sequence[int],
-    train: bool,
+    eos_ids: Sequence[int] = (),
+    train: bool = True,
 ) -> Data[Item]:
+    """Rows -> examples, once -> parts -> records."""
     sources = _sources(settings, kind.name, seed)
     rows, held_out = (None if part is None else kind.read(part, template) for part in sources)
     assert rows is not None

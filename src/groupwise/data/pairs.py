@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from groupwise.data.demonstrations import UNSAID, checked_turns
-from groupwise.data.encoding import RecordKind, TooLong, encode
+from groupwise.data.encoding import RecordKind
 from groupwise.data.messages import openings
 from groupwise.data.preference_formats import as_pairs
-from groupwise.data.report import Report
 from groupwise.data.sources import Row, SourceRows
-from groupwise.data.templates import Template
 from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import DataError
 
@@ -68,17 +65,6 @@ PAIRS = RecordKind(
         id=id, prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=example.extra
     ),
 )
-
-
-def encode_pairs(
-    rows: SourceRows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
-) -> tuple[list[Pair], Report]:
-    """Pairs of the rows that hold one, as `encode`: strings or messages, and a prompt in any form that prompts may have.
-
-    Dropped and counted are also pairs that diverge before their last turn, and those whose completions are the same.
-    `truncate_left` cuts the prompt, the same for both sides.  Raises DataError if a column is in no row.
-    """
-    return encode(PAIRS.read(rows, template), template, PAIRS, limit=context, eos_ids=eos_ids, too_long=too_long)
 
 
 def _margin(row: Row, where: str) -> float:

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from groupwise.data.encoding import RecordKind, TooLong, encode
-from groupwise.data.report import Report
-from groupwise.data.sources import SourceRows
+from groupwise.data.encoding import RecordKind
 from groupwise.data.templates import Question, Template
 from groupwise.data.wording import ReadRow
 from groupwise.errors import DataError
@@ -51,14 +49,6 @@ def prompt_kind(template: Template) -> RecordKind[Prompt]:
         )
 
     return RecordKind(name="prompt", read=lambda rows, wording: rows.mapped(wording.read), make=make)
-
-
-def encode_prompts(
-    rows: SourceRows, template: Template, *, max_tokens: int, too_long: TooLong = "drop"
-) -> tuple[list[Prompt], Report]:
-    """Prompts of the rows that have one, as `encode`.  A prompt's id is its row's number from 0."""
-    kind = prompt_kind(template)
-    return encode(kind.read(rows, template), template, kind, limit=max_tokens, too_long=too_long)
 
 
 def visit(prompt: Prompt, epoch: int | str) -> Prompt:

@@ -8,9 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from groupwise.data.encoding import RecordKind, TooLong, encode
-from groupwise.data.report import Report
-from groupwise.data.sources import BadRow, Row, SourceRows, missing_column
+from groupwise.data.encoding import RecordKind
+from groupwise.data.sources import BadRow, Row, missing_column
 from groupwise.data.templates import EncodedAnswer, Question, Template
 from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import DataError
@@ -77,10 +76,3 @@ SOLUTIONS = RecordKind(
     ),
     answers=_in_steps,
 )
-
-
-def encode_solutions(
-    rows: SourceRows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
-) -> tuple[list[Solution], Report]:
-    """Solutions of the rows that hold one, as `encode`."""
-    return encode(SOLUTIONS.read(rows, template), template, SOLUTIONS, limit=context, eos_ids=eos_ids, too_long=too_long)
