@@ -7,13 +7,16 @@ worth.  It knows nothing of training.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import math
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -26,6 +29,9 @@ from groupwise.utils.event_loop import EventLoop
 from groupwise.utils.process_main import described
 from groupwise.utils.processes import Died, Raised, WorkerProcess
 from groupwise.utils.secrets import environment_of_others
+
+Ending = tuple[float | None, str, Mapping[str, tuple[str, float | None]]]
+"""What `Finished` takes."""
 
 
 class Finished(Protocol):
@@ -76,17 +82,55 @@ class Harness(Protocol):
         ...
 
 
-class FunctionHarness:
+class LoopHarness:
+    """A harness whose episodes are tasks of one event loop, which starts with the first of them."""
+
+    episodes: EpisodeQueue | None = None
+
+    def __init__(
+        self, name: str, around: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.nullcontext, *, seconds: float
+    ) -> None:
+        """As of `EventLoop`."""
+        self._make = partial(EventLoop, name, around, seconds=seconds)
+        self._loop: EventLoop | None = None
+        self._lock = threading.Lock()
+
+    def play(self, episode: Coroutine[Any, Any, Ending], finished: Finished) -> Callable[[], None]:
+        """Let an episode run beside the others.  Returns what breaks it off."""
+        with self._lock:
+            loop = self._loop = self._loop or self._make()
+        task = loop.begin(self._played(episode, finished))
+        return lambda: void(task.cancel())
+
+    async def _played(self, episode: Coroutine[Any, Any, Ending], finished: Finished) -> None:
+        try:
+            ending = await episode
+        except asyncio.CancelledError:
+            finished(None, "it was broken off")
+            raise
+        except BaseException as error:  # whatever it is, it is this episode's
+            finished(None, str(Raised(described(error))))
+        else:
+            finished(*ending)
+
+    def close(self) -> None:
+        """Stop the event loop; what still runs is broken off, and has a moment to clean up."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+
+
+class FunctionHarness(LoopHarness):
     """A function `harness(row, base_url, ...) -> reward`, sync or async.
 
     It gets those of `row`, `base_url`, `api_key`, `model`, `index` and `seed` that it names.  Async ones share an event loop; a
     sync one has a thread.  A thread cannot be killed: one that hangs is left behind, and its requests are refused.
     """
 
-    episodes: EpisodeQueue | None = None
-
     def __init__(self, function: Callable[..., Any]) -> None:
         """Raises ConfigError for a function that cannot be called so."""
+        super().__init__("harnesses", seconds=CLEANUP)
         known = [name for name in EpisodeRequest.__dataclass_fields__ if name != "id"]
         parameters = inspect.signature(function).parameters.values()
         every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
@@ -102,51 +146,26 @@ class FunctionHarness:
             wrong = f"asks for {', '.join(foreign)}" if foreign else "does not take base_url"
             raise ConfigError(f"the harness {getattr(function, '__name__', function)!r} {wrong}: it may name {', '.join(known)}")
         self.function = function
-        self._asynchronous = inspect.iscoroutinefunction(function)
-        self._loop: EventLoop | None = None
-        self._lock = threading.Lock()
 
     def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
         """Call the function: an asynchronous one as a task of the event loop, any other in a thread."""
         arguments = {name: getattr(request, name) for name in self._names}
-        if self._asynchronous:
-            task = self._running().begin(self._run(arguments, finished))
-            return lambda: void(task.cancel())
+        if inspect.iscoroutinefunction(self.function):
+            return self.play(self._awaited(arguments), finished)
 
         def run() -> None:
             try:
                 reward = reward_of(self.function(**arguments))
             except BaseException as error:  # whatever it is, it is this episode's
-                finished(None, _described(error))
+                finished(None, str(Raised(described(error))))
             else:
                 finished(reward, "")
 
         threads.begin(run, f"harness-{request.id}")
         return lambda: None
 
-    async def _run(self, arguments: Mapping[str, Any], finished: Finished) -> None:
-        try:
-            reward = reward_of(await self.function(**arguments))
-        except asyncio.CancelledError:
-            finished(None, "it was broken off")
-            raise
-        except BaseException as error:  # whatever it is, it is this episode's
-            finished(None, _described(error))
-        else:
-            finished(reward, "")
-
-    def _running(self) -> EventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = EventLoop("harnesses", seconds=CLEANUP)
-            return self._loop
-
-    def close(self) -> None:
-        """Stop the event loop; what still runs is broken off, and has a moment to clean up."""
-        with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close()
+    async def _awaited(self, arguments: Mapping[str, Any]) -> Ending:
+        return reward_of(await self.function(**arguments)), "", {}
 
 
 class ProgramHarness:
@@ -162,11 +181,10 @@ class ProgramHarness:
         self.command = list(command)
         self._lock = threading.Lock()
         self._process = self._start()
-        self._live: set[WorkerProcess] = set()
 
     @staticmethod
     def _start() -> WorkerProcess:
-        """The process whose forks start programs."""
+        """The process whose forks start programs, and end with it."""
         return WorkerProcess("groupwise.environments.programs:serve_programs")
 
     def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
@@ -177,7 +195,6 @@ class ProgramHarness:
             if not self._process.alive():
                 self._process = self._start()
             fork = self._process.fork()
-            self._live.add(fork)
 
         def run() -> None:
             reward, failure = None, ""
@@ -192,24 +209,14 @@ class ProgramHarness:
             except BaseException as error:  # whatever it is, it is this episode's
                 failure = f"its last line is no reward: {error}"
             finally:
-                self._end(fork)
+                fork.kill()
             finished(reward, failure)
 
         threads.begin(run, f"harness-{request.id}")
-        return lambda: self._end(fork)
-
-    def _end(self, fork: WorkerProcess) -> None:
-        """Kill the program and what it has started."""
-        with self._lock:
-            self._live.discard(fork)
-        fork.kill()
+        return fork.kill
 
     def close(self) -> None:
         """Kill every program that runs."""
-        with self._lock:
-            live, self._live = self._live, set()
-        for fork in live:
-            fork.kill()
         self._process.kill()
 
 
@@ -278,11 +285,6 @@ def reward_of(returned: Any) -> float | None:
             raise TypeError("the reward is NaN: return None where none can be given")
         return reward
     raise TypeError(f"a harness returns its reward, a number or None; got {returned!r:.80} ({type(returned).__name__})")
-
-
-def _described(error: BaseException) -> str:
-    words = described(error)
-    return f"{words['kind']}: {words['error']}" + (f" ({words['where']})" if words["where"] else "")
 
 
 def _last_line(printed: str) -> str:

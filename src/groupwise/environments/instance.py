@@ -77,6 +77,11 @@ class Instance:
             facts["rewarded"] |= facts["steps"]
             functions += [] if facts["steps"] else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
             self.end(False)
+            if not functions and not facts["steps"]:
+                raise ConfigError(
+                    f"the environment {name!r} ({type(made).__name__}) has nothing that the policy can do: give it step(text), or "
+                    "public methods with type hints and docstrings, which are its tools"
+                )
         schemas = [schema_of(function, tool) for tool, function in functions]
         names = [name_of(schema) for schema in schemas]
         if twice := next((one for one in names if names.count(one) > 1), None):

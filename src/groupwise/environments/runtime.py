@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -113,52 +113,46 @@ class WorkerThread:
     """A thread of this process, always the same one for an instance.  It cannot be ended: one that hangs is left behind."""
 
     def __init__(self, instance: Instance) -> None:
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ended = False
-        threads.begin(partial(self._serve, instance), "groupwise-environment")
+        self._instance, self._thread = instance, threads.Thread("groupwise-environment")
+        self._ended: Future[None] = Future()
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
-        """Hand the request to the thread and yield its answers.  A thread that is late is left behind."""
-        if self._ended:
-            raise Died("it has been ended")
-        self._requests.put(request)
+        """Have the thread answer; one that is late is left behind."""
+        answer = self._done(partial(self._instance.answer, *request), seconds)
+        if request[0] != "call":
+            yield answer
+            return
         for _ in range(answers):
-            try:
-                kind, value = self._answers.get(timeout=max(0.0, seconds))
-            except queue.Empty:
-                self.kill()
-                raise TimeoutError from None
-            except BaseException:
-                self.kill()  # the answer is nobody else's
-                raise
-            if kind == "ended":
-                raise Died("it has been ended")
-            if kind == "error":
-                raise Raised(value)
-            yield value
+            yield self._done(partial(next, answer), seconds)
+
+    def _done(self, work: Callable[[], Any], seconds: float) -> Any:
+        if self._ended.done():
+            raise Died("it has been ended")
+        future = self._thread.begin(work)
+        try:
+            done, _ = wait([future, self._ended], seconds, FIRST_COMPLETED)
+        except BaseException:
+            self.kill()  # the answer is nobody else's
+            raise
+        if self._ended in done:
+            raise Died("it has been ended")
+        if not done:
+            self.kill()
+            raise TimeoutError
+        if (error := future.exception()) is not None:  # somebody else's code, judged by who asked
+            raise Raised(described(error))
+        return future.result()
 
     def alive(self) -> bool:
         """False if it was left."""
-        return not self._ended
+        return not self._ended.done()
 
     def kill(self) -> None:
         """Take no further answer; a thread that hangs cannot be ended."""
-        if not self._ended:
-            self._ended = True
-            self._answers.put(("ended", None))
-            self._requests.put(None)
-
-    def _serve(self, instance: Instance) -> None:
-        while (request := self._requests.get()) is not None:
-            try:
-                answer = instance.answer(*request)
-                for value in answer if request[0] == "call" else (answer,):
-                    self._answers.put(("value", value))
-            except BaseException as error:  # somebody else's code, judged by who asked
-                self._answers.put(("error", described(error)))
-        with contextlib.suppress(BaseException):  # nobody is left to be told
-            instance.end(False)
+        with contextlib.suppress(InvalidStateError):  # it was left before
+            self._ended.set_result(None)
+            self._thread.begin(partial(self._instance.end, False))
+            self._thread.close()
 
 
 class ToolRuntime:

@@ -8,17 +8,13 @@ Needs the extra `verifiers`.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from groupwise.environments.endpoint import EpisodeQueue
-from groupwise.environments.harness import EpisodeRequest, Finished, void
+from groupwise.environments.harness import Ending, EpisodeRequest, Finished, LoopHarness
 from groupwise.errors import ConfigError
-from groupwise.utils.event_loop import EventLoop
 
 CHAT = "groupwise_chat"
 """The id of our harness, among verifiers' plug-ins."""
@@ -30,10 +26,8 @@ START = 120.0
 """Seconds in which verifiers has to come up."""
 
 
-class VerifiersHarness:
-    """Implements `harness.Harness`: one environment of verifiers, and an event loop on which its episodes are played."""
-
-    episodes: EpisodeQueue | None = None
+class VerifiersHarness(LoopHarness):
+    """One environment of verifiers, and an event loop on which its episodes are played."""
 
     def __init__(self, name: str, given: Mapping[str, Any] | None = None) -> None:
         """name: of an installed taskset.   given: what verifiers' `[env]` holds beside it: `taskset`, `agent`, `timeout` ...
@@ -50,10 +44,9 @@ class VerifiersHarness:
             self.environment = vf.load_environment(vf.resolve_env_config(data))
         except Exception as error:  # somebody else's code, from import to validation
             raise ConfigError(f"environment.verifiers {name!r}: {type(error).__name__}: {str(error)[:500]}") from error
+        super().__init__("verifiers", self.environment.serving, seconds=START)
         self.name = name
         self._tasks: list[Any] = []
-        self._loop: EventLoop | None = None
-        self._lock = threading.Lock()
 
     def rows(self, limit: int | None = None) -> list[dict[str, Any]]:
         """A row for each task: its prompt, and in the column `task` its number.  Raises ConfigError for a taskset that fails."""
@@ -72,44 +65,21 @@ class VerifiersHarness:
             raise ValueError(
                 f"the column task holds {place!r}: the rows must be those of the taskset, which has {len(self._tasks)}"
             )
-        play = self._running().begin(self._play(self._tasks[place], request, finished))
-        return lambda: void(play.cancel())
+        return self.play(self._ending(self._tasks[place], request), finished)
 
-    async def _play(self, task: Any, request: EpisodeRequest, finished: Finished) -> None:
-        try:
-            vf = _library()
-            from verifiers.v1.configs.client import EvalClientConfig  # pyright: ignore[reportMissingImports]
+    async def _ending(self, task: Any, request: EpisodeRequest) -> Ending:
+        vf = _library()
+        from verifiers.v1.configs.client import EvalClientConfig  # pyright: ignore[reportMissingImports]
 
-            root = request.base_url[: request.base_url.index("/episodes/")]
-            client = EvalClientConfig(base_url=f"{root}/v1", api_key_var=KEY)
-            # verifiers keeps one client for each address, so all episodes share one and are told apart by their model's name.
-            context = vf.ModelContext(model=request.id, client=client)
-            (slot,) = self.environment.slots(task)
-            reward, failure, traces = worth(await self.environment.run_slot(slot, context))
-        except asyncio.CancelledError:
-            finished(None, "it was broken off")
-            raise
-        except BaseException as error:  # whatever it is, it is this episode's
-            finished(None, f"{type(error).__name__}: {error}")
-        else:
-            finished(reward, failure, traces)
-
-    def _running(self) -> EventLoop:
-        """The event loop, with verifiers' servers up."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = EventLoop("verifiers", self.environment.serving, seconds=START)
-            return self._loop
-
-    def close(self) -> None:
-        """Stop verifiers' servers and the event loop."""
-        with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close()
+        root = request.base_url[: request.base_url.index("/episodes/")]
+        client = EvalClientConfig(base_url=f"{root}/v1", api_key_var=KEY)
+        # verifiers keeps one client for each address, so all episodes share one and are told apart by their model's name.
+        context = vf.ModelContext(model=request.id, client=client)
+        (slot,) = self.environment.slots(task)
+        return worth(await self.environment.run_slot(slot, context))
 
 
-def worth(episode: Any) -> tuple[float | None, str, dict[str, tuple[str, float]]]:
+def worth(episode: Any) -> Ending:
     """The reward of an episode of verifiers, the mean of its trainable traces', what went wrong, or nothing, and of several traces
     the agent and the reward of each that is trained (verifiers names a trace in the header X-Session-ID)."""
     if not episode.ok:

@@ -165,3 +165,13 @@ class Fragile:
 
     def step(self, text):
         return "no tuple"
+
+
+class Idle:
+    """Says something, and hears nothing."""
+
+    def reset(self) -> str:
+        return "Begin."
+
+    def get_reward(self) -> float:
+        return 1.0
