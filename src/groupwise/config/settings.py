@@ -453,8 +453,8 @@ class TeacherSettings:
     """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the
     policy."""
     hint: str | None = None
-    """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`.
-    A row that lacks one of them, or has nothing there, gets none."""
+    """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`, or
+    a text for all rows, such as examples.  A row that lacks one of the columns, or has nothing there, gets none."""
     demonstrations: DemonstrationSettings | None = None
 
 

@@ -288,14 +288,15 @@ def _wrong_data(path: str) -> str | None:
     return None
 
 
-def _wrong_template(template: str) -> str | None:
+def _wrong_template(template: str, *, constant: bool = False) -> str | None:
+    """What is wrong with a format string over columns, or None.   constant: it may name none."""
     if template == "alpaca":
         return None
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
         return f"not a Python format string ({error}); write {{{{ and }}}} for braces"
-    if not names:
+    if not names and not constant:
         return f"{template!r} names no column; write {{column}} where its text goes"
     if "" in names:
         return "{} names no column; write {column}"
@@ -519,7 +520,7 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("teacher.ema", "model.dtype"), message
     if recipe.model.lora is not None and 0 < teacher.ema < 1:
         yield ("teacher.ema", "model.lora"), "teacher.ema must be 0 or 1 with model.lora: what lies under an adapter cannot move"
-    if teacher.hint is not None and (wrong := _wrong_template(teacher.hint)):
+    if teacher.hint is not None and (wrong := _wrong_template(teacher.hint, constant=True)):
         yield ("teacher.hint",), f"teacher.hint: {wrong}"
     yield from _mixing(recipe)
     yield from _shown(recipe)

@@ -89,6 +89,9 @@ def same_number(completions: Sequence[Any], answer: Sequence[str]) -> list[float
 
     >>> same_number(["17 + 25 = 42.", "It is 42, a nice number", "17 + 25", "I cannot add."], ["42"] * 4)
     [1.0, 1.0, 0.0, 0.0]
+    >>> call, result = {"role": "assistant", "content": ""}, {"role": "tool", "content": "42"}
+    >>> same_number([[call, result], [call, result, {"role": "assistant", "content": "It is 42."}]], ["42"] * 2)
+    [0.0, 1.0]
     """
     numbers = [re.findall(r"\d+", _text(one).replace(",", "")) for one in completions]
     return [float(bool(figures) and figures[-1] == gold) for figures, gold in zip(numbers, answer, strict=True)]
@@ -128,5 +131,7 @@ def same_word(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
 
 
 def _text(completion: Any) -> str:
-    """A completion's text, also where it is messages."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+    """A completion's text; of messages that of the model's last turn, since what only a tool has said is not its answer."""
+    if isinstance(completion, str):
+        return completion
+    return next((str(one["content"] or "") for one in reversed(completion) if one["role"] == "assistant"), "")
