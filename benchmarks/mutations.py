@@ -119,20 +119,20 @@ def faults(package: str, count: int, seed: int) -> list[Fault]:
     return found
 
 
-def tests_of(file: Path) -> list[Path]:
-    """Test files that import the module, that of its name first, then those of its package, then the shortest."""
+def tests_of(root: Path, file: Path) -> list[Path]:
+    """Test files of a copy that import the module, that of its name first, then those of its package, then the shortest."""
     module = ".".join(file.relative_to("src").with_suffix("").parts).removesuffix(".__init__")
     package, _, name = module.rpartition(".")
     imported = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{name}\b")
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "vllm" not in path.parts[-2:-1]]
-    beside = ROOT / "tests" / Path(*file.relative_to(SOURCE).parent.parts)
+    files = [path for path in sorted((root / "tests").rglob("test_*.py")) if "vllm" not in path.parts[-2:-1]]
+    beside = root / "tests" / Path(*file.relative_to(SOURCE).parent.parts)
     wanted = [path for path in files if imported.search(path.read_text(encoding="utf-8")) or path.parent == beside]
     wanted.sort(key=lambda path: (path.stem != f"test_{file.stem}", not imported.search(path.read_text(encoding="utf-8")),
                                   path.parent != beside, path.stat().st_size))  # fmt: skip
-    return [path.relative_to(ROOT) for path in wanted]
+    return [path.relative_to(root) for path in wanted]
 
 
-def verdict(copy: Path, tests: list[Path], limit: int) -> str:
+def verdict(copy: Path, tests: list[Path] | list[str], limit: int) -> str:
     """`survives`, or the test that failed, of a child that runs the tests of the copy."""
     said = copy / "said.txt"
     child = os.fork()
@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=4, help="in each package (default: 4)")
     parser.add_argument("--only", nargs="+", default=[], help="packages, or faults by name")
     parser.add_argument("--wide", action="store_true", help="run all test files that import the module")
+    parser.add_argument("--tests", nargs="+", help="run these, slow ones too")
     parser.add_argument("--list", action="store_true", help="show the faults and run nothing")
     parser.add_argument("--limit", type=int, default=600, help="seconds for the tests of a fault (default: 600)")
     options = parser.parse_args()
@@ -191,12 +192,13 @@ def main() -> None:
             for name in PARTS:
                 (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, copy / name)
         for fault in planted:
-            tests = tests_of(fault.file)
             noticed = ""
             if not options.list:
-                whole = (ROOT / fault.file).read_bytes()
+                tests, whole = tests_of(copy, fault.file), (copy / fault.file).read_bytes()
                 (copy / fault.file).write_bytes(whole[: fault.begin] + fault.after.encode() + whole[fault.end :])
-                noticed = verdict(copy, tests if options.wide else tests[:NARROW], options.limit)
+                chosen = tests if options.wide else tests[:NARROW]
+                chosen = [*options.tests, "-m", "slow or not slow"] if options.tests else chosen
+                noticed = verdict(copy, chosen, options.limit)
                 (copy / fault.file).write_bytes(whole)
             survived += noticed == "survives"
             before, after = (" ".join(text.replace("|", "\\|").split())[:90] for text in (fault.before, fault.after))

@@ -165,6 +165,7 @@ COLLAPSED = {"groups/dead": 1.0, "entropy": 0.001, "completions/duplicates": 1.0
 def test_solved_groups_raise_no_collapse_warning() -> None:
     solved = flags([COLLAPSED | {"groups/solved": 0.87, "groups/failed": 0.0}])
     assert solved == ["groups/solved 87%: most groups are solved. Stop here, or go on with harder prompts."]
+    assert not flags([COLLAPSED | {"groups/solved": 0.7, "groups/failed": 0.0}])
     lost = flags([COLLAPSED | {"groups/solved": 0.0, "groups/failed": 1.0}])
     assert lost[0].startswith("groups/failed 100%: most groups hold no right completion. Easier prompts, a better start (SFT)")
     assert [line.split()[0] for line in lost[1:]] == ["completions/duplicates", "entropy"]

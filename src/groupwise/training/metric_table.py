@@ -30,7 +30,7 @@ class Flag:
     below: float | None = None
     """... or below this one; without a bound by NaN."""
     solved: bool = False
-    """It also comes of success: where most groups are solved it is not raised."""
+    """It also comes of success: where more than half of the groups are solved it is not raised."""
 
     def wrong(self, value: float) -> bool:
         """True if a mean raises the warning."""
@@ -406,7 +406,7 @@ FLAGGED = tuple((metric, metric.flag) for metric in ROWS.values() if metric.flag
 def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, float]]:
     """The flags that the last steps raise, each with its metric and the metric's mean over them.   history: oldest step first.
 
-    What success looks like (dead groups, the same texts, no entropy) is no warning where most groups are solved; of flags with one
+    What success looks like (dead groups, the same texts, no entropy) is no warning where half are solved; of flags with one
     cause only the first is raised: nothing trained, all groups failed, dead groups.
     """
     means = {}
@@ -414,7 +414,7 @@ def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, f
         values = [metrics[metric.name] for metrics in history[-RECENT:] if metric.name in metrics]
         if values:
             means[metric.name] = sum(values) / len(values)
-    solved, failed = (means.get(f"groups/{name}", 0.0) > MOST for name in ("solved", "failed"))
+    solved, failed = means.get("groups/solved", 0.0) > 0.5, means.get("groups/failed", 0.0) > MOST
     found: list[tuple[Metric, Flag, float]] = []
     for metric, flag in FLAGGED:
         if metric.name not in means or not flag.wrong(mean := means[metric.name]) or (flag.solved and solved):
