@@ -77,6 +77,20 @@ def test_options_given_replace_those_of_the_run(there: Path) -> None:
     assert [answer.prompt.text for answer in asked] == ["7+7="]
 
 
+@pytest.mark.slow
+def test_eval_names_what_has_changed_since_the_run_was_trained(there: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = Path("rows.jsonl").read_text()
+    Path("rows.jsonl").write_text(text.replace("Q", "q") + "\n")
+    try:
+        evaluate(RUN, limit=1)
+        assert "data.path rows.jsonl: its content has changed" in caplog.text
+        caplog.clear()
+        evaluate(RUN, data="rows.jsonl", limit=1)
+        assert "changed" not in caplog.text, "what is given is not what the run was trained on"
+    finally:
+        Path("rows.jsonl").write_text(text)
+
+
 def test_an_unfinished_run_names_the_checkpoint_that_was_used(
     there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

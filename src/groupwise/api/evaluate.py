@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,34 +21,29 @@ from groupwise.api import objects
 from groupwise.api.loaded_policy import model_folder, settings_of
 from groupwise.config.live_objects import LIVE, Live
 from groupwise.config.recipes import demand_values
-from groupwise.config.settings import CriticSettings, DataSettings, ModelSettings, Recipe, RewardSettings, TeacherSettings
-from groupwise.config.validation import STAGE, wrong_model
-from groupwise.data.load import load_data
-from groupwise.data.prompts import columns_of
+from groupwise.config.settings import (
+    CriticSettings,
+    DataSettings,
+    EngineSettings,
+    ModelSettings,
+    Recipe,
+    RewardSettings,
+    TeacherSettings,
+)
+from groupwise.config.validation import wrong_model
 from groupwise.data.tasks import breakdown_of
-from groupwise.data.templates import Tools
 from groupwise.errors import ConfigError
-from groupwise.models.loading import Blueprint, load_policy
-from groupwise.models.policy import Policy
+from groupwise.models.loading import make_policy
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
-from groupwise.records import Prompt, Sampling
-from groupwise.rewards.compose import build_rewards
-from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import step_of
-from groupwise.runs.environments import (
-    environment_of,
-    make_runtime,
-    make_world,
-    recipe_of_environment,
-    tools_of,
-    with_environment_data,
-    with_own_reward,
-)
+from groupwise.runs.environments import environment_of, recipe_of_environment, with_environment_data
+from groupwise.runs.inputs import inputs_of, warn_of_changed_inputs
+from groupwise.runs.job import longest_of
 from groupwise.runs.origin import Origin, origin_of, overridden
 from groupwise.runs.policies import fit_threads
-from groupwise.runs.prepare import eval_sampling
+from groupwise.runs.prepare import Prepared, eval_sampling
 from groupwise.runs.stage_outputs import resolved
 from groupwise.runs.trust import demand_trust
 from groupwise.training import evaluate as judging
@@ -132,17 +127,34 @@ def evaluate(
         raise ConfigError(f"say what to evaluate on: data or task ({task!r}), not both")
     rows = None if data is None else objects.data_keys({"path": data})["path"]
     keys = None if environment is None else objects.environment_keys(environment, None)
-    parts = (*(("data",) if data is None and task is None else ()), *(("rewards",) if rewards is None else ()))
-    origin = _origin(path, overrides, keys, parts)
-    recipe = _plain_recipe(keys) if origin is None else origin.recipe
-    if recipe.objective in JUDGES:
-        raise ConfigError(f"{path} holds a model of the objective {recipe.objective!r}, which writes no completions to evaluate")
-    settings = _data_of(path, origin, rows if isinstance(rows, str | None) else os.fspath(rows), task, task_args, split)
-    settings = _with(settings, columns=columns, template=template, chat=chat, system=system, eval_limit=limit)
-    demand_values(settings, "data")
-    recipe = replace(recipe, data=settings, eval=_with(recipe.eval, k=k, temperature=temperature, max_new_tokens=max_new_tokens))
-    recipe = replace(_with(recipe, seed=seed), verdict=verdict or (recipe.verdict if rewards is None else None))
-    return _evaluated(path, origin, recipe, rewards, progress)
+    named = None if rewards is None else tuple(RewardSettings(**entry) for entry in objects.reward_entries(rewards))
+    replaced = {"data": data is not None or task is not None, "rewards": named is not None, "environment": keys is not None}
+    origin = _origin(path, overrides, [part for part, given in replaced.items() if not given])
+    run = _plain_recipe() if origin is None else origin.recipe
+    if run.objective in JUDGES:
+        raise ConfigError(f"{path} holds a model of the objective {run.objective!r}, which writes no completions to evaluate")
+    if keys is not None:
+        run = replace(run, environment=environment_of(keys))
+    demand_values(run.environment, "environment")
+    run = with_environment_data(run)
+    asked = _data_of(path, origin and run, rows if isinstance(rows, str | None) else os.fspath(rows), task, task_args, split)
+    asked = _with(asked, columns=columns, template=template, chat=chat, system=system, eval_limit=limit)
+    model, how = model_folder(path), _with(run.eval, k=k, temperature=temperature, max_new_tokens=max_new_tokens)
+    length = how.max_new_tokens or run.rollout.max_new_tokens
+    recipe = replace(
+        _plain_recipe(),  # what only training reads need not be there any more
+        seed=run.seed if seed is None else seed,
+        threads=run.threads,
+        model=ModelSettings(path=model) if origin is None else settings_of(run.model, model),
+        data=asked,
+        rewards=_judges_of(path, run) if named is None else named,
+        verdict=verdict or (run.verdict if named is None else None),
+        environment=run.environment,
+        rollout=replace(run.rollout, engine=EngineSettings(), max_new_tokens=length),
+        eval=how,
+    )
+    names, found = _evaluated(recipe, progress)
+    return EvalReport(path, _unfinished(path, model) + _about(origin, recipe, names), found)
 
 
 def _with(settings: Any, **changes: Any) -> Any:
@@ -150,52 +162,37 @@ def _with(settings: Any, **changes: Any) -> Any:
     return replace(settings, **{key: value for key, value in changes.items() if value is not None})
 
 
-def _plain_recipe(environment: Mapping[str, Any] | None) -> Recipe:
+def _plain_recipe() -> Recipe:
     """How a model that no run made is evaluated."""
-    plain = recipe_of_environment(environment or {})
+    plain = recipe_of_environment({})
     rollout = replace(plain.rollout, max_new_tokens=LENGTH, max_rows=ROWS)
     return replace(plain, rewards=(), rollout=rollout, eval=replace(plain.eval, k=SAMPLES))
 
 
-def _evaluated(
-    path: str,
-    origin: Origin | None,
-    recipe: Recipe,
-    rewards: objects.Reward | Sequence[objects.Reward] | None,
-    progress: Callable[[int, int], None] | None,
-) -> EvalReport:
-    """Load the model at a path and evaluate it by a recipe, with `rewards` in place of the recipe's if there are any."""
-    model, sampling = model_folder(path), eval_sampling(recipe)
-    policy = load_policy(ModelSettings(path=model) if origin is None else settings_of(recipe.model, model))
+def _evaluated(recipe: Recipe, progress: Callable[[int, int], None] | None) -> tuple[Sequence[str], Evaluation]:
+    """The names of the reward functions, and what they say of a recipe's model on what is held out."""
+    prepared = Prepared.of(recipe, train=False)
+    assert prepared.prompts is not None and prepared.rewards is not None
     with ExitStack() as ends:
+        for close in prepared.closing:
+            ends.callback(close)
         ends.callback(torch.set_num_threads, torch.get_num_threads())
+        policy = make_policy(prepared.blueprint.load(), prepared.blueprint.tokenizer, recipe.model)
         fit_threads(policy, recipe.threads)
-        source = make_runtime(recipe.environment)
-        if source is not None:
-            ends.callback(source.close)
-        prompts = _prompts(path, policy, recipe, tools_of(source))
-        columns = columns_of(prompts)
-        functions = _rewards_of(path, origin and with_own_reward(recipe, source), rewards, columns)
-        world = make_world(recipe, Blueprint.of(policy), source, sampling)
-        if world is not None:
-            ends.callback(world.close)
-        sampler = replace(NATIVE, sampling=sampling, conversations=world is not None)
-        longest = max(prompt.tokens.size for prompt in prompts) + sampling.max_new_tokens
-        prove(policy, longest=longest, sampler=sampler, train=False)
-        engine = NativeEngine(policy, max_rows=recipe.rollout.max_rows, world=world)
-        judge = build_rewards(functions, columns=columns, tokenizer=policy.tokenizer, verdict=recipe.verdict)
-        ends.callback(judge.close)
+        sampler = replace(NATIVE, sampling=eval_sampling(recipe), conversations=prepared.world is not None)
+        prove(policy, longest=longest_of(recipe, prepared.prompts), sampler=sampler, train=False)
+        engine = NativeEngine(policy, max_rows=recipe.rollout.max_rows, world=prepared.world)
         found = judging.evaluate(
-            engine, judge, prompts, k=recipe.eval.k, sampling=sampling, seed=recipe.seed, columns=breakdown_of(recipe.data.task),
-            progress=progress,
+            engine, prepared.rewards, prepared.prompts.held_out, k=recipe.eval.k, sampling=eval_sampling(recipe), seed=recipe.seed,
+            columns=breakdown_of(recipe.data.task), progress=progress,
         )  # fmt: skip
-        return EvalReport(path, _unfinished(path, model) + _about(origin, recipe.data, judge.names, sampling), found)
+        return prepared.rewards.names, found
 
 
-def _origin(path: str, overrides: Sequence[str], environment: Mapping[str, Any] | None, parts: Sequence[str]) -> Origin | None:
-    """Where a model comes from, its recipe changed as asked and its environment ready to be made; None if no run made it.
+def _origin(path: str, overrides: Sequence[str], parts: Sequence[str]) -> Origin | None:
+    """Where a model comes from, its recipe changed as asked; None if no run made it.
 
-    parts: of the recipe, whose code would run.
+    parts: of the recipe, which are used as they are: their code would run, and a change of what they name is warned of.
     """
     origin = origin_of(path)
     if origin is None:
@@ -203,29 +200,30 @@ def _origin(path: str, overrides: Sequence[str], environment: Mapping[str, Any] 
             raise ConfigError(f"{path} is no run, so there is no recipe to override: {overrides[0]}")
         return None
     origin = overridden(origin, overrides)
-    demand_trust(origin, ("model", *parts, *(("environment",) if environment is None else ())))
-    recipe = origin.recipe if environment is None else replace(origin.recipe, environment=environment_of(environment))
-    demand_values(recipe.environment, "environment")
-    return replace(origin, recipe=with_environment_data(recipe))
+    demand_trust(origin, ("model", *parts))
+    read = replace(origin.recipe, model=ModelSettings(), critic=CriticSettings(), teacher=TeacherSettings())
+    now = {key: content for key, content in inputs_of(read).items() if key.partition(".")[0] in parts}
+    warn_of_changed_inputs(origin.folder, now)
+    return origin
 
 
 def _data_of(
-    path: str, origin: Origin | None, data: str | None, task: str | None, task_args: Mapping[str, Any] | None, split: str | None
+    path: str, run: Recipe | None, data: str | None, task: str | None, task_args: Mapping[str, Any] | None, split: str | None
 ) -> DataSettings:
     """What to evaluate on: what is given, else what the run held out."""
-    if origin is not None and isinstance(data, Live) and data == origin.recipe.data.path and origin.recipe.data.parts:
-        return replace(origin.recipe.data, path=data)
+    if run is not None and isinstance(data, Live) and data == run.data.path and run.data.parts:
+        return replace(run.data, path=data)
     if data is not None or task is not None:
-        # All rows of a file are asked: as held-out rows beside a training row that nobody looks at.
-        known = DataSettings() if origin is None else origin.recipe.data
+        # All rows of a file are held-out rows; the same rows, to train on, are not read.
+        known = DataSettings() if run is None else run.data
         source = {"eval_path": data, "path": data} if data is not None else {"eval_path": None, "path": None}
         alone = replace(known, task=task, task_args=task_args or {}, eval_fraction=0.0, eval_limit=None, **source)
         return replace(alone, split=split or "test", eval_split=split or "test", limit=1 if task is not None else None)
-    if origin is None:
+    if run is None:
         if wrong := wrong_model(path):
             raise ConfigError(wrong)
         raise ConfigError(f"no run made {path}, so nothing says what to evaluate it on: give data=FILE or task=NAME")
-    held = origin.recipe.data
+    held = run.data
     for name in (held.path, held.eval_path):
         if name is not None and name.startswith(LIVE) and not isinstance(name, Live):
             raise ConfigError(f"{path} was evaluated on rows of the program that trained it ({name}): give data=ROWS")
@@ -234,46 +232,15 @@ def _data_of(
     return held if task_args is None else replace(held, task_args=task_args)
 
 
-def _prompts(path: str, policy: Policy, recipe: Recipe, tools: Tools | None) -> tuple[Prompt, ...]:
-    settings, length = recipe.data, eval_sampling(recipe).max_new_tokens
-    if settings.task is None and settings.path == settings.eval_path:
-        found = _every_row(settings, policy, length, tools)
-    else:
-        data = load_data(settings, policy.tokenizer, context=policy.context, max_new_tokens=length, seed=recipe.seed, tools=tools)
-        found = data.held_out
-    if not found:
-        raise ConfigError(f"{path}: no held-out prompt is left to evaluate on: give data=FILE or task=NAME")
-    return found
-
-
-def _every_row(settings: DataSettings, policy: Policy, length: int, tools: Tools | None) -> tuple[Prompt, ...]:
-    """The prompts of all rows of a file."""
-    plain = replace(settings, eval_path=None, split=settings.eval_split, limit=settings.eval_limit)
-    data = load_data(plain, policy.tokenizer, context=policy.context, max_new_tokens=length, seed=0, tools=tools)
-    return tuple(replace(prompt, id=f"eval/{prompt.id}") for prompt in data.train)
-
-
-def _rewards_of(
-    path: str, recipe: Recipe | None, named: objects.Reward | Sequence[objects.Reward] | None, columns: Collection[str]
-) -> list[RewardSettings]:
-    """The functions that judge: those that are named, else the run's, else `accuracy` where there is something to compare with."""
-    if named is not None:
-        return [RewardSettings(**entry) for entry in objects.reward_entries(named)]
-    if recipe is None or not recipe.rewards:
-        if any(column in columns for column in GOLD_COLUMNS):
-            return [RewardSettings(function="accuracy")]
-        raise ConfigError(f"nothing says what is right: {path} was trained without a reward function; give rewards=NAME")
-    for one in recipe.rewards:
+def _judges_of(path: str, run: Recipe) -> tuple[RewardSettings, ...]:
+    """A run's reward functions, which must be there; of stages the folders of their models."""
+    for one in run.rewards:
         if one.function.startswith(LIVE) and not isinstance(one.function, Live):
             raise ConfigError(
                 f"{path} was judged by a function of the program that trained it ({one.function}): give rewards=[FUNCTION]"
             )
-    if any(isinstance(value, str) and value.startswith(STAGE) for one in recipe.rewards for value in one.args.values()):
-        alone = replace(
-            recipe, model=ModelSettings(), data=DataSettings(), critic=CriticSettings(), teacher=TeacherSettings()
-        )  # only the rewards' own stages need be there
-        return list(resolved(alone).rewards)
-    return list(recipe.rewards)
+    alone = replace(run, model=ModelSettings(), data=DataSettings(), critic=CriticSettings(), teacher=TeacherSettings())
+    return resolved(alone).rewards
 
 
 def _unfinished(path: str, model: str) -> str:
@@ -284,8 +251,9 @@ def _unfinished(path: str, model: str) -> str:
     return f"the checkpoint of step {step_of(folder.parent)}, the run has not finished; "
 
 
-def _about(origin: Origin | None, settings: DataSettings, rewards: Sequence[str], sampling: Sampling) -> str:
+def _about(origin: Origin | None, recipe: Recipe, rewards: Sequence[str]) -> str:
     """What was asked, in one line."""
+    settings, sampling = recipe.data, eval_sampling(recipe)
     source = settings.eval_path or settings.path or f"task {settings.task}"
     held = "" if settings.eval_path or settings.task else ", held out"
     parts = [f"data {source}{held}", f"rewards {', '.join(rewards)}", f"at most {sampling.max_new_tokens} tokens"]

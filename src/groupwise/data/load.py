@@ -177,7 +177,7 @@ def _load(
     overlap = 0
     if held_out is not None:
         held_out = held_out.first(settings.eval_limit)
-    if held_out is not None and settings.eval_path is not None:
+    if train and held_out is not None and settings.eval_path is not None:
         rows, overlap = _without(rows, held_out, template)
         if not len(rows):
             raise DataError(

@@ -3,8 +3,7 @@
 A recipe names files, and a file can change while its name stays.  Digests of their contents are written to the run folder
 (`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.  Inputs are
 data files, the file behind each `module:NAME` or `file.py:NAME`, and weights that no checkpoint holds.  Of an object of the running
-program only the name counts, and what a file of code imports is not looked at.  A reward may write to a file that its arguments
-name: its changes are warned of.
+program only the name counts, and what a file of code imports or reads is not looked at.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
+from groupwise.rewards.registry import MAKERS
 from groupwise.runs.folder import model_digest
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
@@ -41,7 +41,7 @@ the fingerprint of a hub's data set, the digests of a finished stage's weights."
 
 def inputs_of(recipe: Recipe) -> Inputs:
     """The inputs of a recipe whose `stage:NAME` are folders and files already.  Files that are not there are left out."""
-    named = [*_data_files(recipe), *_models(recipe), *_code(recipe), *_of_arguments(recipe)]
+    named = [*_data_files(recipe), *_models(recipe), *_code(recipe)]
     return {key: {"source": redacted(source), **content} for key, source, content in named if content is not None}
 
 
@@ -65,8 +65,11 @@ def _data_files(recipe: Recipe) -> Named:
 def _models(recipe: Recipe) -> Named:
     """Weights that are read again on resume.  Checkpoints hold all weights of a policy without an adapter."""
     adapted = recipe.model.lora is not None
-    for key, path in (("model", recipe.model.path), ("critic", recipe.critic.path), ("teacher", recipe.teacher.path)):
-        if path is not None and not isinstance(path, Live):
+    paths = {"model": recipe.model.path, "critic": recipe.critic.path, "teacher": recipe.teacher.path}
+    scorers = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function in MAKERS}
+    paths |= {f"rewards.{place}.args": reward.args.get("path") for place, reward in scorers.items()}
+    for key, path in paths.items():
+        if isinstance(path, str) and not isinstance(path, Live):
             yield f"{key}.path", path, _weights(path) if key != "model" or adapted else _stage(path)
     if (template := recipe.model.chat_template) is not None:
         yield "model.chat_template", template, _file(template)
@@ -113,18 +116,6 @@ def _module_files(module: str) -> list[Path]:
         return [Path(spec.origin)] if spec.origin is not None else []
     roots = [Path.cwd() / first] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
     return [file for root in roots for file in (root.joinpath(*inner, "__init__.py"), Path(f"{root.joinpath(*inner)}.py"))]
-
-
-def _of_arguments(recipe: Recipe) -> Named:
-    """Files that arguments name, with `warns`, and folders of models."""
-    arguments: dict[str, Any] = {f"rewards.{place}.args": reward.args for place, reward in enumerate(recipe.rewards)}
-    arguments |= {"data.task_args": recipe.data.task_args, "environment.args": recipe.environment.args}
-    arguments |= {"rollout.engine.args": recipe.rollout.engine.args}
-    arguments |= {"environment.harness": recipe.environment.harness} if isinstance(recipe.environment.harness, tuple) else {}
-    for key, text in _texts("", arguments):
-        if not {"/", ".", "\\"}.isdisjoint(text):  # a word alone is no path
-            content = _file(text)
-            yield key, text, _weights(text) if content is None else content | {"warns": True}
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -190,19 +181,25 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
     accept: go on with what is there now.   Raises ConfigError with everything that changed.
     """
     then = _last(folder)
-    different = {key: _difference(key, then[key], now[key]) for key in sorted(then.keys() & now.keys()) if then[key] != now[key]}
-    different |= {
-        key: f"{key}: {then[key].get('source') or 'it'} is not there any more" for key in sorted(then.keys() - now.keys())
-    }
-    warned = [key for key in different if then[key].get("warns") or now.get(key, {}).get("warns")]
-    for key in warned:
-        log.warning("since the run began, what an argument names has changed; the run goes on.  %s", different.pop(key))
+    different = changed_inputs(then, now)
+    different += [f"{key}: {then[key].get('source') or 'it'} is not there any more" for key in sorted(then.keys() - now.keys())]
     if different and not accept:
-        lines = "\n".join(f"  {line}" for line in different.values())
+        lines = "\n".join(f"  {line}" for line in different)
         raise ConfigError(
             f"{folder} was begun with other inputs than there are now; bring them back, start anew (fresh=True), or "
             f"go on with what there is now (accept_changes=True)\n{lines}"
         )
+
+
+def warn_of_changed_inputs(folder: Path, now: Inputs) -> None:
+    """Name what has changed since the run in a folder was last trained, for whoever uses it again."""
+    for line in changed_inputs(_last(folder), now):
+        log.warning("since %s was trained this has changed, and is used as it is now: %s", folder, line)
+
+
+def changed_inputs(then: Inputs, now: Inputs) -> list[str]:
+    """A line for every input that is there and holds something else than it did."""
+    return [_difference(key, then[key], now[key]) for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
 
 
 def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

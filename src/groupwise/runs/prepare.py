@@ -24,6 +24,7 @@ from groupwise.config.settings import (
     CriticSettings,
     ModelSettings,
     Recipe,
+    RewardSettings,
     RolloutSettings,
     TeacherSettings,
     is_online,
@@ -47,7 +48,7 @@ from groupwise.ops.cpu.library import absence
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.model import POSITIONS
-from groupwise.rewards.registry import MAKERS
+from groupwise.rewards.registry import GOLD_COLUMNS, MAKERS
 from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.runs.environments import make_runtime, make_world, tools_of, with_environment_data, with_own_reward, world_lines
@@ -194,11 +195,12 @@ class Prepared:
         scorers: Sequence[Recipe] = (),
         world: int | None = None,
         config: Mapping[str, Any] | None = None,
+        train: bool = True,
     ) -> Prepared:
         """Read model, data and environment, find reward functions and write the plan.   resume: see `modelled`.
 
-        scorers, world, config: see `plan_of`.   Whoever calls it ends with `closing` what was started.
-        Raises ConfigError, DataError.
+        scorers, world, config: see `plan_of`.   train: False prepares an evaluation of the recipe's model on what is held out.
+        Whoever calls it ends with `closing` what was started.   Raises ConfigError, DataError.
         """
         demand_values(recipe)
         recipe, blueprint = modelled(with_environment_data(recipe), resume, shared=world is None, config=config)
@@ -206,7 +208,9 @@ class Prepared:
         source = make_runtime(recipe.environment)
         with closed_on_error(*([] if source is None else [source.close])):
             recipe = with_own_reward(recipe, source)
-            if is_online(recipe.objective):
+            if not train:
+                found = cls._evaluation(recipe, blueprint, source)
+            elif is_online(recipe.objective):
                 found = cls._online(recipe, blueprint, others, world, source)
             else:
                 found = cls._dataset(recipe, blueprint, world, source)
@@ -332,6 +336,21 @@ class Prepared:
         plan = [*lines, ("read", str(rows.report)), *(("warning", text) for text in rows.report.warnings)]
         return cls(
             recipe=recipe, blueprint=blueprint, prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan
+        )  # fmt: skip
+
+    @classmethod
+    def _evaluation(cls, recipe: Recipe, blueprint: Blueprint, source: ToolRuntime | None) -> Prepared:
+        prompts = _prompts(recipe, blueprint, tools_of(source), train=False)
+        if not prompts.held_out:
+            raise ConfigError("no held-out prompt is left to evaluate on: give data=FILE or task=NAME")
+        columns, functions = columns_of(prompts.held_out), recipe.rewards
+        if not functions and any(column in columns for column in GOLD_COLUMNS):
+            functions = (RewardSettings(function="accuracy"),)
+        if not functions:
+            raise ConfigError("nothing says what is right, and the run had no reward function: give rewards=NAME")
+        rewards = build_rewards(functions, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
+        return cls(
+            recipe=recipe, blueprint=blueprint, prompts=prompts, rows=prompts, rewards=rewards, algorithm=None, steps=0, plan=[]
         )  # fmt: skip
 
 
