@@ -114,12 +114,13 @@ QWEN = Workload(vocab=151936, prompt=256, completion=1024, dtype="bfloat16", dev
 SHAPES: dict[str, Workload] = {
     "S": Workload(),
     "M": Workload(hidden=512, layers=7, heads=8, kv_heads=4, vocab=8192, prompt=128, completion=128, prompts=4),
+    "H": Workload(family="qwen3_5", hidden=448, layers=8, heads=7, kv_heads=1, vocab=8192, prompt=128, completion=128, prompts=4),
     "L": Workload(family="gpt2", hidden=768, layers=12, heads=12, kv_heads=None, vocab=50257, prompt=64, completion=128, prompts=2),
     "0.5B": replace(QWEN, hidden=896, layers=24, heads=14, inner=4864, trl_microbatches=8),
     "1.5B": replace(QWEN, hidden=1536, layers=28, heads=12, inner=8960, trl_microbatches=16),
 }
-"""S 3M, M 25M, L 124M parameters; those in the shapes of Qwen2.5 are for a GPU, beside whose memory TRL's step has to fit: in one
-micro-batch it would keep 70 to 220 GB."""
+"""S 3M, M 25M, H 24M (a hybrid: three of four layers are recurrent), L 124M parameters; those in the shapes of Qwen2.5 are for a
+GPU, beside whose memory TRL's step has to fit: in one micro-batch it would keep 70 to 220 GB."""
 
 
 ROWS = 8
@@ -131,7 +132,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="S", choices=list(SHAPES), help="what the other options start from (default: S)")
     parser.add_argument("--model", metavar="FOLDER", help="a chat model that is asked for sums, instead of random weights")
     parser.add_argument("--objective", choices=["grpo", "distill", "sft", "reward"])
-    parser.add_argument("--family", choices=["llama", "qwen2", "qwen3", "gpt2"])
+    parser.add_argument("--family", choices=["llama", "qwen2", "qwen3", "qwen3_5", "gpt2"])
     for name in ("hidden", "layers", "heads", "kv-heads", "inner", "vocab", "prompt", "completion", "group", "prompts", "threads"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--lengths", choices=["varied", "full", "tail"])

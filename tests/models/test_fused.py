@@ -281,7 +281,7 @@ def test_rotary_equals_transformers_and_its_backward_turns_back() -> None:
     torch.testing.assert_close(found_grad, expected_grad)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral", "qwen3_5"])
 @pytest.mark.parametrize("hidden", [32, 128], ids=["narrow heads", "wide heads, as the compiled kernels take them"])
 def test_a_fused_model_has_the_same_states_and_gradients(
     family: str, hidden: int, tiny_policy: Callable, random_samples: Callable

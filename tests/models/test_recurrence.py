@@ -40,11 +40,11 @@ from groupwise.models.recurrence import changes, recurrent_layers
 from groupwise.models.sharded import frozen_copy
 from groupwise.ops import recurrence
 from groupwise.ops.linear_cross_entropy import reference_logprobs
-from groupwise.ops.recurrence import StreamRecurrence
+from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.proof import cache
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
-from groupwise.records import Episode, Finish, Layout, Prompt, Sample, Sampling
+from groupwise.records import Episode, Finish, Prompt, Sample, Sampling
 from groupwise.rollout.native import engine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.native.kv_cache import KVCache
@@ -241,52 +241,41 @@ def test_a_frozen_copy_follows_the_segments_too() -> None:
 
 
 def test_lengths_at_which_hybrids_change_are_those_of_convolutions_and_chunks() -> None:
-    assert changes(model_of("qwen3_5")) == {4, 64} and changes(model_of("lfm2")) == {3}
+    assert changes(model_of("qwen3_5")) == {4, recurrence.CHUNK["cpu"]} and changes(model_of("lfm2")) == {3}
 
 
 # ---------------------------------------------------------------- faults
 
 
-def whole(layout: Layout) -> Layout:
+def whole(segments: Segments) -> Recurrence:
     """The stream as one text."""
-    return Layout(start=(0,), length=(layout.total,), prefix=(-1,), total=layout.total)
+    return Recurrence(Segments([0], [segments.total], segments.total))
 
 
-class _Faulty(StreamRecurrence):
-    def __init__(self, layout: Layout) -> None:
-        super().__init__(layout)
-        self.whole = StreamRecurrence(whole(layout)) if type(self) is not StreamRecurrence and layout.segments else self
-
-
-class StateLeaks(_Faulty):
+class StateLeaks(Recurrence):
     """Into the next segment."""
 
-    def rule(self, place: tuple[int, int], *columns: Tensor | None) -> Tensor:
-        return StreamRecurrence.rule(self.whole, place, *columns)
+    def rule(self, place: tuple[int, int], *columns: Tensor) -> Tensor:
+        return whole(self.segments).rule(place, *columns)
 
 
-class ConvolutionSeesTheNeighbour(_Faulty):
-    def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None) -> Tensor:
-        return StreamRecurrence.convolve(self.whole, place, x_TD, weight_DW, bias_D)
+class ConvolutionSeesTheNeighbour(Recurrence):
+    def convolve(self, place: tuple[int, int], *inputs: Any, **options: Any) -> Tensor:
+        return whole(self.segments).convolve(place, *inputs, **options)
 
 
-class ForksLate(StreamRecurrence):
+class ForksLate(Recurrence):
     """Behind the first token of a completion: every member but the first begins with what the first one has read."""
 
-    def __init__(self, layout: Layout) -> None:
-        super().__init__(layout)
-        self.roots.length = self.roots.length + np.isin(np.arange(len(self.roots.length)), self.parent.numpy())
-        self.roots.rows, self.roots.longest = int(self.roots.length.sum()), int(self.roots.length.max())
-        self.roots.begin = np.cumsum(self.roots.length) - self.roots.length
-        rows = np.concatenate([runs.positions for runs in (self.roots, self.members) if runs is not None])
-        self._order = np.full(layout.total, -1)
-        self._order[rows] = np.arange(rows.size)
+    def __init__(self, segments: Segments) -> None:
+        length = segments.length + np.isin(np.arange(segments.length.size), segments.prefix)
+        super().__init__(Segments(segments.start.tolist(), length.tolist(), segments.total, segments.prefix.tolist()))
 
 
-class FillsThePadding(StreamRecurrence):
+class FillsThePadding(Recurrence):
     """The ends of chunks hold the stream's first position instead of nothing."""
 
-    def rule(self, place: tuple[int, int], *columns: Tensor | None) -> Tensor:
+    def rule(self, place: tuple[int, int], *columns: Tensor) -> Tensor:
         patch = pytest.MonkeyPatch()
         patch.setattr(recurrence, "_taken", lambda rows, places: rows.index_select(0, places.index))
         try:
@@ -301,12 +290,12 @@ FAULTS = (StateLeaks, ConvolutionSeesTheNeighbour, ForksLate, FillsThePadding)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("name", ["qwen3_5", pytest.param("granite4", marks=pytest.mark.slow)])
 def test_planted_faults_of_states_are_found_at_load(
-    name: str, fault: type[StreamRecurrence], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, fault: type[Recurrence], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
     policy = make_policy(model_of(name), TOKENIZER)
     prove(policy, longest=100)
-    monkeypatch.setattr("groupwise.models.attention.StreamRecurrence", fault)
+    monkeypatch.setattr("groupwise.models.attention.Recurrence", fault)
     cache.cache_folder().joinpath("proofs").rename(tmp_path / "before")
     with pytest.raises(ConfigError, match="scoring does not equal the model's own forward pass"):
         prove(policy, longest=100)

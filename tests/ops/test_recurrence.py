@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from groupwise.ops import recurrence
-from groupwise.ops.recurrence import CHUNK, Runs, StreamRecurrence, by_fla, convolve, fla_kernel, gated_rule
+from groupwise.ops.recurrence import Recurrence, Segments, convolve, fla_kernel, gated_rule
 from groupwise.records import Layout
 
 H, K, V, D, W = 3, 4, 5, 6, 4
+CHUNK = recurrence.CHUNK["cpu"]
 F64 = torch.float64
 GROUPS: dict[str, list[tuple[int, list[int]]]] = {
     "alone": [(0, [1]), (0, [70]), (0, [3])],
     "around the convolution": [(1, [1, 2]), (2, [3, 4]), (3, [1]), (4, [5, 2]), (5, [4])],
-    "around a chunk": [(63, [1, 64]), (64, [65, 2]), (65, [63]), (130, [129])],
+    "around a chunk": [(CHUNK - 1, [1, CHUNK]), (CHUNK, [CHUNK + 1, 2]), (CHUNK + 1, [CHUNK - 1]), (130, [129])],
     "mixed": [(5, [3, 1, 70]), (0, [2]), (130, [1, 64, 65, 7]), (1, [2, 2]), (16, [16])],
 }
 
@@ -41,24 +42,27 @@ def layout_of(groups: Sequence[tuple[int, Sequence[int]]], filler: int = 3) -> L
     return Layout(start=tuple(start), length=tuple(length), prefix=tuple(prefix), total=sum(length) + filler)
 
 
-def columns_of(total: int, beta: bool, dtype: torch.dtype = F64) -> list[Tensor | None]:
+def columns_of(total: int, beta: bool, dtype: torch.dtype = F64) -> list[Tensor]:
     torch.manual_seed(0)
     query, key, value = (torch.randn(total, H, width, dtype=F64) for width in (K, K, V))
     made = [query, key / 2, value, -torch.rand(total, H, dtype=F64), torch.rand(total, H, dtype=F64)]
     made = [x.to(dtype).requires_grad_(True) for x in made]
-    return [*made[:4], made[4] if beta else None]
+    return made if beta else made[:4]
 
 
-def plain_rule(columns: Sequence[Tensor | None], state_HKV: Tensor) -> tuple[Tensor, Tensor]:
+def stream(layout: Layout) -> Recurrence:
+    return Recurrence(Segments.of(layout))
+
+
+def plain_rule(columns: Sequence[Tensor], state_HKV: Tensor) -> tuple[Tensor, Tensor]:
     """The definition, position by position."""
-    query, key, value, decay, beta = columns
-    assert query is not None and key is not None and value is not None and decay is not None
+    query, key, value, decay, *beta = columns
     outputs = []
     for t in range(query.shape[0]):
         state_HKV = decay[t].exp()[:, None, None] * state_HKV
         added = value[t]
-        if beta is not None:
-            added = beta[t][:, None] * (added - torch.einsum("hk,hkv->hv", key[t], state_HKV))
+        if beta:
+            added = beta[0][t][:, None] * (added - torch.einsum("hk,hkv->hv", key[t], state_HKV))
         state_HKV = state_HKV + torch.einsum("hk,hv->hkv", key[t], added)
         outputs.append(torch.einsum("hk,hkv->hv", query[t], state_HKV))
     return torch.stack(outputs), state_HKV
@@ -97,19 +101,21 @@ def test_the_rule_of_a_stream_is_the_recurrence_of_each_sequence(name: str, beta
     layout = layout_of(GROUPS[name])
     columns = columns_of(layout.total, beta)
     zero = torch.zeros(H, K, V, dtype=F64)
-    expected = one_by_one(layout, zero, lambda at, state: plain_rule([None if x is None else x[at] for x in columns], state))
-    same(StreamRecurrence(layout).rule((0, 1), *columns), expected, [x for x in columns if x is not None])
+    expected = one_by_one(layout, zero, lambda at, state: plain_rule([x[at] for x in columns], state))
+    same(stream(layout).rule((0, 1), *columns), expected, columns)
 
 
+@pytest.mark.parametrize("silu", [False, True], ids=["plain", "silu"])
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_convolution_sees_its_segment_and_its_prefix_alone(name: str) -> None:
+def test_a_convolution_sees_its_segment_and_its_prefix_alone(name: str, silu: bool) -> None:
     layout = layout_of(GROUPS[name])
     torch.manual_seed(1)
     inputs = [torch.randn(*shape, dtype=F64, requires_grad=True) for shape in ((layout.total, D), (D, W), (D,))]
     x, weight, bias = inputs
     zero = torch.zeros(W - 1, D, dtype=F64)
     expected = one_by_one(layout, zero, lambda at, state: plain_convolution(x[at], weight, bias, state))
-    ours = StreamRecurrence(layout).convolve((0, 1), x, weight, bias)
+    expected = torch.nn.functional.silu(expected) if silu else expected
+    ours = stream(layout).convolve((0, 1), x, weight, bias, silu=silu)
     filled = slice(0, sum(layout.length))
     same(ours[filled], expected[filled], inputs)
 
@@ -120,13 +126,13 @@ def test_states_go_on_where_they_were_left(beta: bool) -> None:
     lengths = (CHUNK + 7, 5, 1)
     columns = columns_of(sum(lengths), beta)
     starts = list(itertools.accumulate(lengths, initial=0))[:-1]
-    whole, last = gated_rule(*columns, Runs(starts, lengths, sum(lengths)))  # type: ignore[arg-type]
+    whole, last = gated_rule(columns, Segments(starts, lengths, sum(lengths)))
     cuts = [(start, min(2, length), length) for start, length in zip(starts, lengths, strict=True)]
-    _, state = gated_rule(*columns, Runs([a for a, _, _ in cuts], [n for _, n, _ in cuts], sum(lengths)))  # type: ignore[arg-type]
+    _, state = gated_rule(columns, Segments([a for a, _, _ in cuts], [n for _, n, _ in cuts], sum(lengths)))
     for run, (start, first, length) in enumerate(cuts):
         one = state[run : run + 1]
         for t in range(start + first, start + length):
-            out, one = gated_rule(*columns, Runs([t], [1], sum(lengths)), one)  # type: ignore[arg-type]
+            out, one = gated_rule([x[t : t + 1] for x in columns], Segments([0], [1], 1), one)
             assert torch.allclose(out[0], whole[t], atol=1e-12)
         assert torch.allclose(one[0], last[run], atol=1e-12)
 
@@ -134,38 +140,38 @@ def test_states_go_on_where_they_were_left(beta: bool) -> None:
 def test_a_convolution_goes_on_where_it_was_left() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(9, D, dtype=F64), torch.randn(D, W, dtype=F64)
-    whole, last = convolve(x, weight, None, Runs([0], [9], 9))
-    out, state = convolve(x, weight, None, Runs([0], [2], 9))
-    outputs = [out]
+    whole, last = convolve(x, weight, None, Segments([0], [9], 9))
+    out, state = convolve(x, weight, None, Segments([0], [2], 9))
+    outputs = [out[:2]]
     for t in range(2, 9):
-        out, state = convolve(x, weight, None, Runs([t], [1], 9), state)
+        out, state = convolve(x[t : t + 1], weight, None, Segments([0], [1], 1), state)
         outputs.append(out)
     assert torch.allclose(torch.cat(outputs), whole, atol=1e-13) and torch.equal(state, last)
 
 
 def test_states_of_bfloat16_are_in_float32() -> None:
     columns = columns_of(80, True, torch.bfloat16)
-    out, state = gated_rule(*columns, Runs([0], [80], 80))  # type: ignore[arg-type]
+    out, state = gated_rule(columns, Segments([0], [80], 80))
     assert out.dtype == state.dtype == torch.float32
 
 
 def test_autocast_does_not_touch_the_rule() -> None:
     columns = columns_of(80, True, torch.float32)
-    runs = Runs([0], [80], 80)
-    expected, _ = gated_rule(*columns, runs)  # type: ignore[arg-type]
+    runs = Segments([0], [80], 80)
+    expected, _ = gated_rule(columns, runs)
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = gated_rule(*columns, runs)  # type: ignore[arg-type]
+        out, _ = gated_rule(columns, runs)
     assert torch.equal(out, expected)
 
 
 def test_a_stream_of_filler_alone_computes() -> None:
     layout = Layout(start=(), length=(), prefix=(), total=1)
-    assert StreamRecurrence(layout).rule((0, 1), *columns_of(1, True)).shape == (1, H, V)
+    assert stream(layout).rule((0, 1), *columns_of(1, True)).shape == (1, H, V)
 
 
 def test_a_second_derivative_is_refused() -> None:
     x = torch.randn(4, D, requires_grad=True)
-    out = StreamRecurrence(layout_of([(0, [4])], 0)).convolve((0, 1), x, torch.randn(D, W), None)
+    out = stream(layout_of([(0, [4])], 0)).convolve((0, 1), x, torch.randn(D, W), None, silu=False)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
@@ -174,35 +180,45 @@ def test_steady_decay_over_many_chunks_stays_finite() -> None:
     """Differences of logarithms are taken before their exponentials."""
     columns = columns_of(4 * CHUNK, True, torch.float32)
     columns[3] = torch.full((4 * CHUNK, H), -20.0, requires_grad=True)
-    out = StreamRecurrence(layout_of([(0, [4 * CHUNK])], 0)).rule((0, 1), *columns)
-    gradients = torch.autograd.grad(out.sum(), [x for x in columns if x is not None])
+    out = stream(layout_of([(0, [4 * CHUNK])], 0)).rule((0, 1), *columns)
+    gradients = torch.autograd.grad(out.sum(), columns)
     assert out.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
 
 
 def stand_in(query: Any, key: Any, value: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """fla's signature: runs one behind the other, between boundaries."""
     bounds = named["cu_seqlens"].tolist()
-    runs = Runs(bounds[:-1], list(np.diff(bounds)), bounds[-1])
-    out, state = gated_rule(query[0], key[0], value[0], named["g"][0], named["beta"][0], runs, named["initial_state"])
+    runs = Segments(bounds[:-1], np.diff(bounds).tolist(), bounds[-1])
+    columns = [x[0] for x in (query, key, value, named["g"], named["beta"])]
+    out, state = gated_rule(columns, runs, named["initial_state"])
     assert named["output_final_state"] and named["scale"] == 1.0
     return out[None].to(value.dtype), state
 
 
-def test_flas_kernel_is_given_the_boundaries_and_states_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flas_kernel_is_given_the_boundaries_and_states_of_the_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of(GROUPS["mixed"])
     columns = columns_of(layout.total, True)
-    expected = StreamRecurrence(layout).rule((0, 1), *columns)
+    expected = stream(layout).rule((0, 1), *columns)
     monkeypatch.setattr(recurrence, "fla_kernel", lambda: stand_in)
-    monkeypatch.setattr(recurrence, "rule_for", lambda value, beta: by_fla)
-    ours = StreamRecurrence(layout).rule((0, 1), *columns)
-    same(ours, expected, [x for x in columns if x is not None], bound=1e-5)  # the kernel's decays and states are in float32
+    ours, _ = recurrence._by_fla(columns, Segments.of(layout), None)
+    same(ours, expected, columns, bound=1e-5)  # the kernel's decays and states are in float32
+
+
+def test_states_that_are_given_have_gradients() -> None:
+    columns = columns_of(CHUNK + 20, True)
+    state = torch.randn(2, H, K, V, dtype=F64, requires_grad=True)
+    segments = Segments([0, CHUNK + 3], [CHUNK + 3, 17], CHUNK + 20)
+    for part, inputs in enumerate(([*columns, state], [*columns[1:], state])):  # no query is in a last state
+        ours = gated_rule(columns, segments, state)[part]
+        each = [plain_rule([x[at] for x in columns], state[n]) for n, at in enumerate((slice(CHUNK + 3), slice(CHUNK + 3, None)))]
+        same(ours, torch.cat([each[0][0], each[1][0]]) if part == 0 else torch.stack([each[0][1], each[1][1]]), inputs)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or fla_kernel() is None, reason="no GPU with fla")
 def test_flas_kernel_gives_the_rule_on_a_gpu() -> None:
     layout = layout_of(GROUPS["mixed"])
-    columns = [None if x is None else x.detach().to("cuda", torch.bfloat16) for x in columns_of(layout.total, True)]
-    ours = StreamRecurrence(layout).rule((0, 1), *columns)
-    expected = StreamRecurrence(layout).rule((0, 1), *(None if x is None else x.float() for x in columns))
+    columns = [x.detach().to("cuda", torch.bfloat16) for x in columns_of(layout.total, True)]
+    ours = stream(layout).rule((0, 1), *columns)
+    expected = stream(layout).rule((0, 1), *(x.float() for x in columns))
     assert (ours.float() - expected).abs().max() <= 0.05 * expected.abs().max()

@@ -33,6 +33,10 @@ def tiny_model(family: str, *, rows: int, context: int, sharpness: float, **opti
     else:
         shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
         shape |= {"intermediate_size": 48, "max_position_embeddings": context}
+        if family == "qwen3_5_text":
+            wide = {"head_dim": 64, "partial_rotary_factor": 0.5, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+            shape |= wide | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+            shape["layer_types"] = ["linear_attention", "full_attention"]
         if family in ("qwen3", "gemma2"):
             shape["head_dim"] = 16
         if family == "gemma2":

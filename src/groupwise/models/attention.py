@@ -25,7 +25,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.masks import REMEDY, note_reach, reach_of
 from groupwise.ops.attention import Query, StreamAttention
 from groupwise.ops.functional import again
-from groupwise.ops.recurrence import StreamRecurrence
+from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.records import Layout
 
 NAME = "groupwise"
@@ -159,9 +159,9 @@ class PackedAttention:
         self.attention = StreamAttention(layout)
 
     @cached_property
-    def recurrent(self) -> StreamRecurrence:
+    def recurrent(self) -> Recurrence:
         """States and convolutions of the same segments."""
-        return StreamRecurrence(self.layout)
+        return Recurrence(Segments.of(self.layout))
 
     def __call__(self, query: Query) -> Tensor:
         """See `Attend`."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
@@ -29,6 +30,7 @@ from groupwise.ops.functional import (
     EmbeddingRows,
     Linear,
     copies_of_weights,
+    gated,
     gated_mlp,
     plain_mlp,
     rms_norm,
@@ -64,7 +66,7 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
     match describe(module):
         case Norm(rms=True) as norm:
             return partial(_last_norm if last else _norm, norm)
-        case Attention(rotary=True) as attention:
+        case Attention(rotary=True, gated=False) as attention:
             return partial(_rotary_attention, attention)
         case MLP() as mlp if any("forward" in vars(part) for part in (*mlp.products, mlp.activation)):
             return None
@@ -163,9 +165,15 @@ def _rotary_attention(
     return attention.output(out.reshape(*stream, -1)), None
 
 
+def _gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    normed = rms_norm(hidden_states, self.weight, self.variance_epsilon, hidden_states.dtype)
+    return gated(gate.to(normed.dtype).contiguous(), normed)
+
+
 _BY_CLASS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Embedding: _embedding,
     nn.Linear: _linear,
     Conv1D: _conv1d,
     NewGELUActivation: _gelu,
+    Qwen3_5RMSNormGated: _gated_norm,
 }

@@ -14,8 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,  # type: ignore[attr-defined]
+    Qwen3_5ForConditionalGeneration,  # type: ignore[attr-defined]
+    Qwen3ForCausalLM,
+)
 from transformers.activations import NewGELUActivation, SiLUActivation
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
@@ -23,6 +32,13 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5Attention,
+    Qwen3_5DecoderLayer,
+    Qwen3_5GatedDeltaNet,
+    Qwen3_5MLP,
+    Qwen3_5RMSNorm,
+)
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.masks import reach_of
@@ -38,11 +54,14 @@ class Norm:
     module: Any
     eps: float
     rms: bool
+    around_one: bool = False
+    """True if the module's weight is what is added to 1."""
 
     @property
     def weight_D(self) -> Tensor:
         """Its weight."""
-        return self.module.weight
+        weight_D = self.module.weight
+        return weight_D.to(torch.promote_types(weight_D.dtype, torch.float32)) + 1.0 if self.around_one else weight_D
 
     @property
     def bias_D(self) -> Tensor | None:
@@ -69,6 +88,26 @@ class Attention:
     scale: float
     rotary: bool
     """True if queries and keys are rotated by their positions; else positions are learnt, and added to the embedding."""
+    gated: bool = False
+    """True if the first projection gives a gate beside each query head, whose sigmoid the head's output is multiplied by.  There
+    rotated may be a head's first numbers alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeltaNet:
+    """A gated DeltaNet (`ops.recurrence`) behind a short convolution of queries, keys and values side by side."""
+
+    module: Any
+    inputs: tuple[Any, ...]
+    """Projections to queries, keys and values; to the gate of the output; to beta and to the decay."""
+    output: Any
+    shared: int
+    """Heads of queries and keys."""
+    heads: int
+    """Of values."""
+    key_width: int
+    width: int
+    """Of a head of values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -94,10 +133,11 @@ class MLP:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layer:
-    """x += attention(norm(x)); x += mlp(mlp_norm(x)).   The modules may be of any class: `describe` them."""
+    """x += mixer(norm(x)); x += mlp(mlp_norm(x)).   The modules may be of any class: `describe` them."""
 
     norm: nn.Module
-    attention: nn.Module
+    mixer: nn.Module
+    """Attention or a DeltaNet."""
     mlp_norm: nn.Module
     mlp: nn.Module
 
@@ -107,7 +147,10 @@ def matrix_of(linear: Any) -> tuple[Tensor, Tensor | None]:
     return linear.weight.T if type(linear) is Conv1D else linear.weight, linear.bias
 
 
-def describe(module: nn.Module) -> Norm | Attention | MLP | Layer | None:
+Description = Norm | Attention | DeltaNet | MLP | Layer
+
+
+def describe(module: nn.Module) -> Description | None:
     """What a module is, or None."""
     reader = _READERS.get(type(module))
     return None if reader is None else reader(module)
@@ -115,6 +158,10 @@ def describe(module: nn.Module) -> Norm | Attention | MLP | Layer | None:
 
 def _rms_norm(module: Any) -> Norm:
     return Norm(module=module, eps=module.variance_epsilon, rms=True)
+
+
+def _rms_norm_around_one(module: Any) -> Norm:
+    return Norm(module=module, eps=module.eps, rms=True, around_one=True)
 
 
 def _layer_norm(module: Any) -> Norm:
@@ -133,6 +180,21 @@ def _rotary_attention(module: Any) -> Attention:
         width=module.head_dim,
         scale=module.scaling,
         rotary=True,
+        gated=type(module) is Qwen3_5Attention,
+    )
+
+
+def _delta_net(module: Any) -> DeltaNet | None:
+    if module.activation != "silu":
+        return None
+    return DeltaNet(
+        module=module,
+        inputs=(module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a),
+        output=module.out_proj,
+        shared=module.num_k_heads,
+        heads=module.num_v_heads,
+        key_width=module.head_k_dim,
+        width=module.head_v_dim,
     )
 
 
@@ -165,20 +227,30 @@ def _gpt2_mlp(module: Any) -> MLP | None:
 
 
 def _rotary_layer(module: Any) -> Layer:
-    return Layer(norm=module.input_layernorm, attention=module.self_attn, mlp_norm=module.post_attention_layernorm, mlp=module.mlp)
+    return Layer(norm=module.input_layernorm, mixer=module.self_attn, mlp_norm=module.post_attention_layernorm, mlp=module.mlp)
+
+
+def _hybrid_layer(module: Any) -> Layer:
+    mixer = module.linear_attn if module.block_type == "linear_attention" else module.self_attn
+    return Layer(norm=module.input_layernorm, mixer=mixer, mlp_norm=module.post_attention_layernorm, mlp=module.mlp)
 
 
 def _gpt2_layer(module: Any) -> Layer | None:
     if hasattr(module, "crossattention"):
         return None
-    return Layer(norm=module.ln_1, attention=module.attn, mlp_norm=module.ln_2, mlp=module.mlp)
+    return Layer(norm=module.ln_1, mixer=module.attn, mlp_norm=module.ln_2, mlp=module.mlp)
 
 
-_READERS: dict[type[nn.Module], Callable[[Any], Norm | Attention | MLP | Layer | None]] = {
+_READERS: dict[type[nn.Module], Callable[[Any], Description | None]] = {
     **dict.fromkeys((LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm), _rms_norm),
-    **dict.fromkeys((LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention), _rotary_attention),
-    **dict.fromkeys((LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP), _gated_mlp),
+    **dict.fromkeys(
+        (LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention, Qwen3_5Attention), _rotary_attention
+    ),
+    **dict.fromkeys((LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, Qwen3_5MLP), _gated_mlp),
     **dict.fromkeys((LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer), _rotary_layer),
+    Qwen3_5RMSNorm: _rms_norm_around_one,
+    Qwen3_5GatedDeltaNet: _delta_net,
+    Qwen3_5DecoderLayer: _hybrid_layer,
     nn.LayerNorm: _layer_norm,
     GPT2Attention: _gpt2_attention,
     GPT2MLP: _gpt2_mlp,
@@ -195,13 +267,18 @@ class Stack:
     """Learnt positions, which are added to the embedding."""
     rotary: Any
     """Its `forward` makes the tables of rotary positions; None where positions are learnt."""
-    layers: tuple[tuple[Norm, Attention, Norm, MLP], ...]
-    """Of each layer the norm before attention, attention, the norm before the MLP, and the MLP."""
+    layers: tuple[tuple[Norm, Attention | DeltaNet, Norm, MLP], ...]
+    """Of each layer the first norm, attention or a DeltaNet, the norm before the MLP, and the MLP."""
+    attention: Attention
+    """Of the first layer that has it; heads of the others are alike."""
     norm: Norm
     """The last."""
 
 
-ROTARY_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+ROTARY_MODELS = (
+    *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
+    *(Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration),
+)
 MODELS = (*ROTARY_MODELS, GPT2LMHeadModel)
 """Models that may have a description."""
 
@@ -209,18 +286,24 @@ MODELS = (*ROTARY_MODELS, GPT2LMHeadModel)
 def stack_of(model: Any) -> Stack | None:
     """What one of `MODELS` is, whose modules are those that its config makes; None if a description could not say all of it."""
     rotary = type(model) in ROTARY_MODELS
-    base = model.model if rotary else model.transformer
+    base = getattr(model.model, "language_model", model.model) if rotary else model.transformer
     layers: Any = [_parts(module) for module in (base.layers if rotary else base.h)]
-    if any(None in parts or reach_of(parts[1].module).chunk is not None for parts in layers):
+    if any(None in parts for parts in layers):
         return None
-    if rotary and (base.rotary_emb.rope_type not in STATIC_ROPE or 2 * base.rotary_emb.inv_freq.shape[0] != layers[0][1].width):
+    attentions = [parts[1] for parts in layers if isinstance(parts[1], Attention)]
+    if not attentions or any(reach_of(attention.module).chunk is not None for attention in attentions):
         return None
+    if rotary:
+        rotated, width = 2 * base.rotary_emb.inv_freq.shape[0], attentions[0].width
+        if base.rotary_emb.rope_type not in STATIC_ROPE or not (rotated == width or (attentions[0].gated and rotated < width)):
+            return None
     last: Any = describe(base.norm if rotary else base.ln_f)
     return Stack(
         embedding_VD=(base.embed_tokens if rotary else base.wte).weight.detach(),
         position_PD=None if rotary else base.wpe.weight.detach(),
         rotary=base.rotary_emb if rotary else None,
         layers=tuple(layers),
+        attention=attentions[0],
         norm=last,
     )
 
@@ -228,4 +311,4 @@ def stack_of(model: Any) -> Stack | None:
 def _parts(module: nn.Module) -> tuple[Any, ...]:
     """The parts of a layer, None in place of one without description."""
     layer = describe(module)
-    return tuple(map(describe, (layer.norm, layer.attention, layer.mlp_norm, layer.mlp))) if isinstance(layer, Layer) else (None,)
+    return tuple(map(describe, (layer.norm, layer.mixer, layer.mlp_norm, layer.mlp))) if isinstance(layer, Layer) else (None,)

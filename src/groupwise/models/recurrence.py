@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from groupwise.models.attention import attended
-from groupwise.ops.recurrence import CHUNK
+from groupwise.ops.functional import rms_norm
+from groupwise.ops.recurrence import chunk_size
 
 PLACE = "groupwise_place"
 """Attribute of a recurrent layer that numbers it among those of its model."""
@@ -36,13 +37,12 @@ class Recurrent(Protocol):
     place: which state it is: the layer's number, and which of the layer's operations.
     """
 
-    def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None) -> Tensor:
-        """A causal convolution, channel by channel -> (T, D)."""
+    def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, *, silu: bool) -> Tensor:
+        """A causal convolution, channel by channel -> (T, D); `silu` of it."""
         ...
 
-    def rule(self, place: tuple[int, int], *columns: Tensor | None) -> Tensor:
-        """The gated rule (`ops.recurrence`) of query and key (T, H, K), value (T, H, V), decay (T, H), and beta (T, H) or None
-        -> (T, H, V)."""
+    def rule(self, place: tuple[int, int], *columns: Tensor) -> Tensor:
+        """The gated rule (`ops.recurrence.gated_rule`) -> (T, H, V)."""
         ...
 
 
@@ -77,8 +77,9 @@ def _convolution(plain: Callable[..., Any]) -> Callable[..., Any]:
         if here is None:
             return plain(hidden_states, weight, bias, activation=activation, **named)
         recurrent, place = here
-        y_TD = recurrent.convolve(place, hidden_states[0].T.to(weight.dtype), weight, bias)
-        if activation is not None:
+        silu = activation == "silu"
+        y_TD = recurrent.convolve(place, hidden_states[0].T.to(weight.dtype), weight, bias, silu=silu)
+        if activation is not None and not silu:
             y_TD = ACT2FN[activation](y_TD)
         return y_TD.T[None].to(hidden_states.dtype)
 
@@ -93,17 +94,40 @@ def _delta_rule(plain: Callable[..., Any]) -> Callable[..., Any]:
         here = _here()
         if here is None:
             return plain(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **named)
-        recurrent, place = here
-        wide = torch.promote_types(query.dtype, torch.float32)
-        query, key = query[0].to(wide), key[0].to(wide)
-        if use_qk_l2norm_in_kernel:
-            query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-        query = query * query.shape[-1] ** -0.5
-        shared = value.shape[2] // query.shape[1]
-        query, key = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (query, key))
-        return recurrent.rule(place, query, key, value[0], g[0], beta[0])[None].to(value.dtype), None
+        columns = (query[0], key[0], value[0], g[0], beta[0])
+        return delta_rule(*here, *columns, unit=use_qk_l2norm_in_kernel)[None].to(value.dtype), None
 
     return chunk_gated_delta_rule
+
+
+def delta_rule(
+    recurrent: Recurrent,
+    place: tuple[int, int],
+    query_TJK: Tensor,
+    key_TJK: Tensor,
+    value_THV: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    *,
+    unit: bool = True,
+) -> Tensor:
+    """The gated delta rule as transformers scales it: J heads of queries and keys, each of which serves as many of the H of values.
+
+    unit: queries and keys are divided by their lengths.
+    """
+    wide, shared = torch.promote_types(query_TJK.dtype, torch.float32), value_THV.shape[1] // query_TJK.shape[1]
+    width = query_TJK.shape[-1]
+
+    def scaled(x: Tensor, scale: float) -> Tensor:
+        x = x.to(wide)
+        if unit:
+            x = rms_norm(x, x.new_full((width,), scale * width**-0.5), 1e-6 / width, wide)
+        elif scale != 1.0:
+            x = x * scale
+        return x.repeat_interleave(shared, 1) if shared > 1 else x
+
+    query, key = scaled(query_TJK, width**-0.5), scaled(key_TJK, 1.0)
+    return recurrent.rule(place, query, key, value_THV, decay_TH, beta_TH)
 
 
 def _scan(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +157,7 @@ def _scan(plain: Callable[..., Any]) -> Callable[..., Any]:
         x_THV, step_TH = hidden_states[0].to(wide), step_TH.to(wide)
         shared = x_THV.shape[1] // B.shape[2]
         query, key = (x[0].to(wide).repeat_interleave(shared, 1) for x in (C, B))
-        out = recurrent.rule(place, query, key, x_THV * step_TH[..., None], A.to(wide) * step_TH, None)
+        out = recurrent.rule(place, query, key, x_THV * step_TH[..., None], A.to(wide) * step_TH)
         return (out if D is None else out + D[:, None] * x_THV)[None]
 
     return mamba2_chunk_scan
@@ -169,6 +193,11 @@ def _calls(kind: type) -> frozenset[str]:
     return frozenset(name for code in codes if hasattr(code, "__code__") for name in code.__code__.co_names if name in OPERATIONS)
 
 
+def is_numbered(module: nn.Module) -> bool:
+    """True if the module's `forward` is its class's, but for the number that `use_packed_recurrence` has given it."""
+    return getattr(vars(module).get("forward"), "__func__", None) is _numbered
+
+
 def use_packed_recurrence(model: nn.Module) -> None:
     """Let the recurrent layers of a model follow the segments of packed streams."""
     for place, module in enumerate(recurrent_layers(model)):
@@ -189,4 +218,5 @@ def changes(model: nn.Module) -> set[int]:
     """Lengths at which the recurrent layers of a model compute otherwise: the widths of their convolutions, and of chunks."""
     layers = recurrent_layers(model)
     widths = {child.kernel_size[0] for layer in layers for child in layer.modules() if isinstance(child, nn.Conv1d)}
-    return widths | {CHUNK} if any(_calls(type(layer)) - {"causal_conv1d_fn"} for layer in layers) else widths
+    chunked = any(_calls(type(layer)) - {"causal_conv1d_fn"} for layer in layers)
+    return widths | {chunk_size(next(model.parameters()).device)} if chunked else widths

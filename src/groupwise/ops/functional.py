@@ -102,7 +102,7 @@ class RMSNorm(torch.autograd.Function):
         scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
         out = torch.empty_like(x, dtype=dtype)
         out_TD = out.flatten(0, -2)
-        for rows in _blocks(x_TD):
+        for rows in blocks(x_TD):
             wide_TD = x_TD[rows].to(scale_T.dtype)
             length_T = torch.linalg.vector_norm(wide_TD, dim=-1, keepdim=True)
             scale_T[rows] = length_T.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -122,7 +122,7 @@ class RMSNorm(torch.autograd.Function):
             return *operations.rms_norm_backward(grads[0].contiguous(), x_TD, weight_D, scale_T), None, None
         grad_out_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
-        for rows in _blocks(x_TD):
+        for rows in blocks(x_TD):
             grad_TD = grad_out_TD[rows].to(scale_T.dtype)
             unit_TD = x_TD[rows] * scale_T[rows]
             along_TD = unit_TD * grad_TD
@@ -188,6 +188,27 @@ def gated_mlp(x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> 
     return LastProduct.apply(placeholder_TD, partial(_gated, gate_TI, up_TI), down_DI, None, False)  # type: ignore[return-value]
 
 
+def gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+    """`silu(gate) * up` of contiguous rows."""
+    return Gated.apply(gate_TI, up_TI)  # type: ignore[return-value]
+
+
+class Gated(torch.autograd.Function):
+    """`gated`."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_TI, up_TI)
+        return _gated(gate_TI, up_TI)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_gate_TI = grads[0].clone(memory_format=torch.contiguous_format)
+        _, grad_up_TI = _gate_gradients(grad_gate_TI, *ctx.saved_tensors)
+        return grad_gate_TI, grad_up_TI
+
+
 def plain_mlp(x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> Tensor:
     """`gelu(x A + a) B + b` with GELU's tanh form, as in GPT-2."""
     placeholder_TD, inner_TI = PlainMLP.apply(x_TD, in_DI, in_I, out_ID, out_D)  # type: ignore[misc]
@@ -233,10 +254,7 @@ class GatedMLP(torch.autograd.Function):
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
         grad_TD = grads[0]
         grad_gate_TI = product(grad_TD, _like(down_DI, x_TD, ctx.copies))  # of the inner activations; turned into the gate's below
-        if kernels.fits(gate_TI):
-            inner_TI, grad_up_TI = operations.gated_backward(grad_gate_TI, gate_TI, up_TI)
-        else:
-            inner_TI, grad_up_TI = _gate_backward(grad_gate_TI, gate_TI, up_TI)
+        inner_TI, grad_up_TI = _gate_gradients(grad_gate_TI, gate_TI, up_TI)
         grad_down_DI = _weight_grad(ctx, grad_TD, inner_TI, down_DI) if needs_down else None
         del inner_TI
         grad_x_TD = product(grad_gate_TI, _like(gate_ID, x_TD, ctx.copies)) if needs_x else None
@@ -250,15 +268,17 @@ def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     if kernels.fits(gate_TI):
         return operations.gated(gate_TI, up_TI)
     inner_TI = torch.empty_like(gate_TI)
-    for rows in _blocks(gate_TI):
+    for rows in blocks(gate_TI):
         torch.mul(F.silu(gate_TI[rows]), up_TI[rows], out=inner_TI[rows])
     return inner_TI
 
 
-def _gate_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel `gated_backward` in torch's operations."""
+def _gate_gradients(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """`silu(gate) * up` again, and the gradient of `up`; `grad` becomes the gradient of `gate`."""
+    if kernels.fits(gate_TI):
+        return operations.gated_backward(grad_TI, gate_TI, up_TI)
     inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
-    for rows in _blocks(gate_TI):
+    for rows in blocks(gate_TI):
         gate, up, grad = gate_TI[rows], up_TI[rows], grad_TI[rows]
         opened = F.silu(gate)
         torch.mul(opened, up, out=inner_TI[rows])
@@ -270,7 +290,7 @@ def _gate_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Ten
 _silu_backward = torch.ops.aten.silu_backward.grad_input
 
 
-def _blocks(x_TI: Tensor) -> list[slice]:
+def blocks(x_TI: Tensor) -> list[slice]:
     """Rows of which a few tensors stay in a core's cache between operations; on a GPU all of them."""
     count, width = x_TI.shape
     size = count if x_TI.is_cuda else max(1, BLOCK_NUMBERS // width)

@@ -1,8 +1,7 @@
 """Convolutions and recurrent states of packed streams whose prompts stand once per group.
 
-A run is a stretch of a stream that a state passes through: it begins with zeros, or with a state that is given.  `StreamRecurrence`
-makes two passes over a stream: over the segments without a prefix, then over the others, each of which begins with its prefix's
-last state.  So the state behind a shared prompt is computed once, and its gradient is the sum over all that begin with it.
+A state passes through each segment of a stream.  It begins with zeros, with the last state of the segment's prefix, or with one
+that the caller has.  So the state behind a shared prompt is computed once, and its gradient is the sum over all that begin with it.
 
 Two operations know this form.  A short causal convolution: its state is the last inputs.  The gated rule, with a state S (K, V) per
 head, which is what a gated DeltaNet (with `beta`) and Mamba-2 (without) compute at each position:
@@ -11,13 +10,14 @@ head, which is what a gated DeltaNet (with `beta`) and Mamba-2 (without) compute
 
 It is computed chunk by chunk: inside of chunks by products over all of them, between them step by step.
 
-T positions of the stream   N runs   R positions of all runs   D channels   W width of the convolution   H heads   K key width
-V value width   M chunks   C positions of a chunk
+T positions of the stream   N segments   D channels   W width of the convolution   F segments' first W - 1 positions
+H heads   K key width   V value width   M chunks   C positions of a chunk   X sides of a chunk: queries, with beta also its keys
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,14 +25,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 
 from groupwise.ops.autograd import Gradients, first_derivative
+from groupwise.ops.functional import blocks
 from groupwise.records import Layout
 
-CHUNK = 64
-"""Positions of a chunk; shorter ones where no run is as long."""
+CHUNK = {"cpu": 32, "cuda": 64}
+"""Positions of a chunk, on a CPU and on any other device; fewer where no segment is as long.  Longer chunks have more products
+inside, shorter ones more steps between."""
 LEAST_CHUNK = 16
+
+
+def chunk_size(device: torch.device) -> int:
+    """Positions of a chunk."""
+    return CHUNK["cpu" if device.type == "cpu" else "cuda"]
 
 
 class Places(NamedTuple):
@@ -42,281 +49,409 @@ class Places(NamedTuple):
     empty: Tensor
     """Rows that are taken from none: they are 0."""
 
-
-class Move(NamedTuple):
-    """Rows of one column to their places in another, each at most once; and back."""
-
-    forth: Places
-    back: Places
-
     @classmethod
-    def of(cls, index: np.ndarray, total: int, device: torch.device) -> Move:
-        """index: for each new row the old one, or -1 for none.   total: old rows."""
-        back = np.full(total, -1)
-        back[index[index >= 0]] = np.flatnonzero(index >= 0)
-        return cls(*(_places(one, device) for one in (index, back)))
-
-
-def _places(index: np.ndarray, device: torch.device) -> Places:
-    return Places(*(torch.from_numpy(x).to(device) for x in (np.maximum(index, 0), np.flatnonzero(index < 0))))
-
-
-class _Moved(torch.autograd.Function):
-    """Rows at their new places.  The gradient is taken back the same way, for no row has two places."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, move: Move) -> Tensor:
-        ctx.back = move.back
-        return _taken(rows, move.forth)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        (grad,) = grads
-        assert grad is not None
-        return _taken(grad, ctx.back), None
+    def of(cls, index: np.ndarray, device: torch.device) -> Places:
+        """index: for each new row the old one, or -1 for none."""
+        index = index.ravel()
+        return cls(*(torch.from_numpy(x).to(device) for x in (np.maximum(index, 0), np.flatnonzero(index < 0))))
 
 
 def _taken(rows: Tensor, places: Places) -> Tensor:
-    found = rows.index_select(0, places.index)
-    return found.index_fill_(0, places.empty, 0) if places.empty.numel() else found
+    taken = rows.index_select(0, places.index)
+    return taken.index_fill_(0, places.empty, 0) if places.empty.numel() else taken
 
 
-def moved(rows: Tensor, move: Move) -> Tensor:
-    """Rows at their new places; differentiable."""
-    return _Moved.apply(rows, move)  # type: ignore[return-value]
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """What a convolution reads where it reaches back to before a segment's start."""
+
+    first_F: Tensor
+    """Those positions."""
+    inputs_FW: Places
+    """Their inputs: rows of the stream, and behind them of states."""
+    last_NU: Places
+    """Of each segment its last W - 1 inputs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """Segments without a prefix, or those with one: first chunks of all, then second ones ... ; longest segments first."""
+
+    counts: tuple[int, ...]
+    """How many segments have a first chunk, a second ..."""
+    order_N: Tensor
+    """The segments of the level by length."""
+    rank_N: Tensor
+    """Of each of them its place in that order."""
+    prefix_N: Tensor | None
+    """Of each by length its prefix's place by length; None without prefixes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """Runs cut into chunks: the first chunk of every run, then the second of those that have one ... ; longest runs first."""
+    """A stream cut into chunks, level by level."""
 
-    move: Move
-    """Positions of the stream to positions of chunks, whose ends may be empty."""
-    filled_MC: Tensor
-    """1 where a position is filled, else 0."""
-    counts: tuple[int, ...]
-    """How many runs have a first chunk, a second ..."""
-    order_N: Tensor
-    """The runs by length."""
-    rank_N: Tensor
-    """Of each run its place in that order."""
-    out: Move
-    """Positions of chunks to positions of the runs."""
+    size: int
+    rows_MC: Places
+    """Positions of the stream, in chunks, whose ends may be empty."""
+    place_T: Places
+    """The way back."""
+    levels: tuple[Level, ...]
 
 
-class Runs:
-    """Stretches of a stream, each of which a state passes through by itself."""
+class Segments:
+    """Stretches of a stream, each of which a state passes through by itself; a prefix has none."""
 
-    def __init__(self, start: Sequence[int], length: Sequence[int], total: int) -> None:
+    def __init__(self, start: Sequence[int], length: Sequence[int], total: int, prefix: Sequence[int] | None = None) -> None:
         """total: T."""
         self.start, self.length, self.total = np.array(start, np.int64), np.array(length, np.int64), total
-        self.begin = np.cumsum(self.length) - self.length
-        """Of each run its first row among the runs' rows."""
-        self.rows = int(self.length.sum())
+        self.prefix = np.full(self.start.size, -1) if prefix is None else np.array(prefix, np.int64)
+        self.levels = [level for level in (np.flatnonzero(self.prefix < 0), np.flatnonzero(self.prefix >= 0)) if level.size]
         self.longest = int(self.length.max())
         self._made: dict[Any, Any] = {}
 
-    def _once(self, name: str, key: Any, make: Callable[[], Any]) -> Any:
+    @classmethod
+    def of(cls, layout: Layout) -> Segments:
+        """Those of a layout; one over everything where there is filler alone, which nobody reads."""
+        if not layout.segments:
+            return cls([0], [layout.total], layout.total)
+        return cls(layout.start, layout.length, layout.total, layout.prefix)
+
+    def once(self, name: str, key: Any, make: Callable[[], Any]) -> Any:
         """What holds for all layers of a pass is made by the first."""
         if (name, key) not in self._made:
             self._made[name, key] = make()
         return self._made[name, key]
 
-    @property
-    def positions(self) -> np.ndarray:
-        """(R,): of all runs, one behind the other."""
-        return np.arange(self.rows) + np.repeat(self.start - self.begin, self.length)
+    def positions(self, level: np.ndarray) -> np.ndarray:
+        """Of some segments, one behind the other."""
+        return np.concatenate([self.start[s] + np.arange(int(self.length[s])) for s in level])
 
-    def single(self, x_T: Tensor) -> Tensor:
-        """The rows (N, ...) of runs of one position each."""
-        return x_T if self.rows == self.total else x_T[torch.from_numpy(self.start).to(x_T.device)]
+    def windows(self, width: int, device: torch.device, *, states: bool) -> Windows:
+        """For a convolution of W = `width` taps.   states: rows of states, W - 1 of each segment, stand behind the stream's."""
+        return self.once("windows", (width, states, device), lambda: self._windows(width - 1, device, states))
 
-    def stretched(self, before: int, device: torch.device) -> tuple[Move, Move, Tensor]:
-        """Runs behind `before` rows each, which are taken from behind the stream, run by run: where their rows come from, where the
-        runs' own rows are, and where each run's last `before` rows are."""
+    def _windows(self, before: int, device: torch.device, states: bool) -> Windows:
+        count = self.start.size
+        history = np.full((count, before), -1)
+        if states:
+            history = self.total + np.arange(count * before).reshape(count, before)
 
-        def make() -> tuple[Move, Move, Tensor]:
-            n, owners = len(self.length), np.repeat(np.arange(len(self.length)), self.length)
-            own = np.arange(self.rows) + (owners + 1) * before
-            state = (self.begin[:, None] + np.arange(n)[:, None] * before + np.arange(before)).ravel()
-            index = np.empty(self.rows + n * before, np.int64)
-            index[own], index[state] = self.positions, self.total + np.arange(n * before)
-            last = (state.reshape(n, before) + self.length[:, None]).ravel()
-            # A convolution's outputs lie `before` rows ahead of its inputs.
-            outputs = Move.of(own - before, index.size - before, device)
-            return Move.of(index, self.total + n * before, device), outputs, torch.from_numpy(last).to(device)
+        def last(s: int) -> np.ndarray:
+            rows = min(before, int(self.length[s]))
+            end = int(self.start[s] + self.length[s])
+            return np.append(history[s, rows:], np.arange(end - rows, end))
 
-        return self._once("stretched", (before, device), make)
+        for s in np.flatnonzero(self.prefix >= 0):
+            history[s] = last(self.prefix[s])
+        first = [self.start[s] + np.arange(min(before, int(self.length[s]))) for s in range(count)]
+        read = [np.append(history[s], rows)[i : i + before + 1] for s, rows in enumerate(first) for i in range(rows.size)]
+        return Windows(
+            first_F=torch.from_numpy(np.concatenate(first)).to(device),
+            inputs_FW=Places.of(np.array(read, np.int64), device),
+            last_NU=Places.of(np.array([last(s) for s in range(count)], np.int64), device),
+        )
 
-    def chunks(self, device: torch.device) -> tuple[Chunks, int]:
-        """Chunks, and their size."""
+    def chunks(self, device: torch.device) -> Chunks:
+        """Chunks of up to `CHUNK` positions."""
         size = LEAST_CHUNK
-        while size < min(self.longest, CHUNK):
+        while size < min(self.longest, chunk_size(device)):
             size *= 2
-        return self._once("chunks", (size, device), lambda: self._chunks(size, device)), size
+        return self.once("chunks", (size, device), lambda: self._chunks(size, device))
 
     def _chunks(self, size: int, device: torch.device) -> Chunks:
-        order = np.argsort(-self.length, kind="stable")
-        parts = -(-self.length // size)
-        counts = [int((parts > i).sum()) for i in range(int(parts.max()))]
-        index = np.full((sum(counts), size), -1)
-        place, rows = 0, np.empty(self.rows, np.int64)
-        for i, count in enumerate(counts):
-            for run in order[:count]:
-                n = min(size, int(self.length[run]) - i * size)
-                index[place, :n] = self.start[run] + i * size + np.arange(n)
-                first = int(self.begin[run]) + i * size
-                rows[first : first + n] = place * size + np.arange(n)
-                place += 1
-        return Chunks(
-            move=Move.of(index.ravel(), self.total, device),
-            filled_MC=torch.from_numpy(index >= 0).to(device, torch.float32),
-            counts=tuple(counts),
-            order_N=torch.from_numpy(order).to(device),
-            rank_N=torch.from_numpy(np.argsort(order)).to(device),
-            out=Move.of(rows, index.size, device),
-        )
+        cut, levels, rank = list[np.ndarray](), list[Level](), np.zeros(self.start.size, np.int64)
+        for segments in self.levels:
+            order = segments[np.argsort(-self.length[segments], kind="stable")]
+            rank[order] = np.arange(order.size)
+            counts = [int((self.length[segments] > first).sum()) for first in range(0, int(self.length[segments].max()), size)]
+            for i, count in enumerate(counts):
+                for s in order[:count]:
+                    rows = self.start[s] + np.arange(i * size, min(int(self.length[s]), (i + 1) * size))
+                    cut.append(np.pad(rows, (0, size - rows.size), constant_values=-1))
+            prefix = self.prefix[order]
+            ranks = (rank[segments], *([rank[prefix]] if prefix[0] >= 0 else []))
+            order_N, rank_N, *prefix_N = (torch.from_numpy(x).to(device) for x in (np.argsort(ranks[0]), *ranks))
+            levels.append(Level(tuple(counts), order_N, rank_N, prefix_N[0] if prefix_N else None))
+        index, place = np.concatenate(cut), np.full(self.total, -1)
+        place[index[index >= 0]] = np.flatnonzero(index >= 0)
+        return Chunks(size, Places.of(index, device), Places.of(place, device), tuple(levels))
 
 
 # ---------------------------------------------------------------- convolution
 
 
-class _Taps(torch.autograd.Function):
-    """y[t] = sum over j of x[t + j] w[j], channel by channel: rows (E, D) -> (E - W + 1, D)."""
+class _Convolution(torch.autograd.Function):
+    """`convolve` of rows (T + states, D) -> (T, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x_ED: Tensor, weight_DW: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ED, weight_DW)
-        width = weight_DW.shape[1]
-        count = x_ED.shape[0] - width + 1
-        y = x_ED[:count] * weight_DW[:, 0]
-        for j in range(1, width):
-            y.addcmul_(x_ED[j : j + count], weight_DW[:, j])
-        return y
+    def forward(
+        ctx: Any, x_ED: Tensor, weight_DW: Tensor, bias_D: Tensor | None, windows: Windows, total: int, silu: bool
+    ) -> Tensor:
+        ctx.windows, ctx.total, ctx.silu = windows, total, silu
+        ctx.save_for_backward(x_ED, weight_DW, bias_D)
+        y_TD = _convolved(x_ED, weight_DW, bias_D, windows, total)
+        return F.silu(y_TD, inplace=True) if silu else y_TD
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         (grad,) = grads
         assert grad is not None
-        x_ED, weight_DW = ctx.saved_tensors
-        width, count = weight_DW.shape[1], grad.shape[0]
-        x_grad, weight_grad = torch.zeros_like(x_ED), torch.empty_like(weight_DW)
-        for j in range(width):
-            x_grad[j : j + count].addcmul_(grad, weight_DW[:, j])
-            weight_grad[:, j] = (grad * x_ED[j : j + count]).sum(0)
-        return x_grad, weight_grad
+        x_ED, weight_DW, bias_D = ctx.saved_tensors
+        windows, total, taps_WD = ctx.windows, ctx.total, weight_DW.T.contiguous()
+        grad_TD = grad.contiguous()
+        if ctx.silu:
+            grad_TD = torch.ops.aten.silu_backward(grad_TD, _convolved(x_ED, weight_DW, bias_D, windows, total))
+        bias_grad = None if bias_D is None else grad_TD.sum(0)
+        first_F1D = grad_TD.index_select(0, windows.first_F)[:, None]
+        grad_TD = grad_TD.index_fill(0, windows.first_F, 0)
+        x_grad, taps_grad, width = torch.empty_like(x_ED), torch.zeros_like(taps_WD), len(taps_WD)
+        x_grad[total:] = 0
+        for rows in blocks(grad_TD):
+            begin, end = rows.start, min(rows.stop, total)
+            torch.mul(grad_TD[rows], taps_WD[-1], out=x_grad[begin:end])
+            taps_grad[-1] += (grad_TD[rows] * x_ED[begin:end]).sum(0)
+            for back in range(1, width):
+                ahead = grad_TD[begin + back : end + back]
+                x_grad[begin : begin + len(ahead)].addcmul_(ahead, taps_WD[-1 - back])
+                taps_grad[-1 - back] += (ahead * x_ED[begin : begin + len(ahead)]).sum(0)
+        read_FWD = _taken(x_ED, windows.inputs_FW).unflatten(0, (-1, width))
+        taps_grad += (first_F1D * read_FWD).sum(0)
+        reached = (first_F1D * taps_WD).flatten(0, 1).index_fill_(0, windows.inputs_FW.empty, 0)
+        x_grad.index_add_(0, windows.inputs_FW.index, reached)
+        return x_grad, taps_grad.T, bias_grad, None, None, None
+
+
+def _convolved(x_ED: Tensor, weight_DW: Tensor, bias_D: Tensor | None, windows: Windows, total: int) -> Tensor:
+    """First as if the stream were one text, some rows at a time; then the positions whose taps lie elsewhere."""
+    taps_WD = weight_DW.T.contiguous()
+    x_TD = x_ED[:total]
+    y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    for rows in blocks(x_TD):
+        begin, end = rows.start, min(rows.stop, total)
+        torch.mul(x_TD[begin:end], taps_WD[-1], out=y_TD[begin:end])
+        for back in range(1, len(taps_WD)):
+            at = max(begin, back)
+            y_TD[at:end].addcmul_(x_TD[at - back : end - back], taps_WD[-1 - back])
+    read_FWD = _taken(x_ED, windows.inputs_FW).unflatten(0, (-1, len(taps_WD)))
+    y_TD.index_copy_(0, windows.first_F, (read_FWD * taps_WD).sum(1))
+    return y_TD if bias_D is None else y_TD.add_(bias_D)
 
 
 def convolve(
-    x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, runs: Runs, state_NUD: Tensor | None = None
+    x_TD: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    segments: Segments,
+    state_NUD: Tensor | None = None,
+    *,
+    silu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A causal convolution over each run, channel by channel -> outputs (R, D), and the last W - 1 inputs of each run.
+    """A causal convolution over each segment, channel by channel -> outputs (T, D), and the last W - 1 inputs of each segment.
 
-    state_NUD: the W - 1 inputs before each run; None: zeros.
+    state_NUD: the W - 1 inputs before each segment, where none has a prefix; None: its prefix's, or zeros.   silu: of the outputs.
     """
-    before = weight_DW.shape[1] - 1
-    if runs.longest == 1 and state_NUD is not None:
-        x_NWD = torch.cat([state_NUD.to(x_TD.dtype), runs.single(x_TD)[:, None]], 1)
+    before, one_each = weight_DW.shape[1] - 1, segments.longest == 1 and state_NUD is not None
+    if one_each:
+        x_NWD = torch.cat([state_NUD.to(x_TD.dtype), x_TD[:, None]], 1)  # type: ignore[union-attr]
         y_ND = (x_NWD * weight_DW.T).sum(1)
-        return y_ND if bias_D is None else y_ND + bias_D, x_NWD[:, 1:]
-    rows, outputs, last = runs.stretched(before, x_TD.device)
-    if state_NUD is None:
-        state_NUD = x_TD.new_zeros(len(runs.length), before, x_TD.shape[1])
-    x_ED = moved(torch.cat([x_TD, state_NUD.flatten(0, 1).to(x_TD.dtype)]), rows)
-    y_RD = moved(_Taps.apply(x_ED, weight_DW), outputs)  # type: ignore[arg-type]
-    return y_RD if bias_D is None else y_RD + bias_D, x_ED.index_select(0, last).view(state_NUD.shape)
+        y_ND = y_ND if bias_D is None else y_ND + bias_D
+        return F.silu(y_ND) if silu else y_ND, x_NWD[:, 1:]
+    windows = segments.windows(before + 1, x_TD.device, states=state_NUD is not None)
+    x_ED = x_TD if state_NUD is None else torch.cat([x_TD, state_NUD.flatten(0, 1).to(x_TD.dtype)])
+    y_TD = _Convolution.apply(x_ED, weight_DW, bias_D, windows, segments.total, silu)
+    return y_TD, _taken(x_ED.detach(), windows.last_NU).unflatten(0, (-1, before))  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- the gated rule
 
 
-def gated_rule(
-    query_THK: Tensor,
-    key_THK: Tensor,
-    value_THV: Tensor,
-    decay_TH: Tensor,
-    beta_TH: Tensor | None,
-    runs: Runs,
-    state_NHKV: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The gated rule over each run -> outputs (R, H, V), and the last state of each run, which is never narrower than float32.
+def gated_rule(columns: Sequence[Tensor], segments: Segments, state_NHKV: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The gated rule over each segment -> outputs (T, H, V), and the last state of each segment, those without a prefix first.
 
-    decay_TH: logarithms, at most 0.   beta_TH: the delta rule's; None: Mamba-2.   state_NHKV: before each run; None: zeros.
+    columns: query and key (T, H, K), value (T, H, V), decay (T, H) as logarithms, at most 0; the delta rule's beta (T, H), for
+    Mamba-2 none.   state_NHKV: before each segment, where none has a prefix; None: its prefix's, or zeros.
+    States are never narrower than float32.   A stream of one position for each segment changes them in place, where no gradient is
+    wanted.
     """
-    wide = torch.promote_types(value_THV.dtype, torch.float32)
-    columns = [query_THK, key_THK, value_THV, decay_TH, *([] if beta_TH is None else [beta_TH])]
-    with torch.autocast(value_THV.device.type, enabled=False):
-        columns = [x.to(wide) for x in columns]
-        if runs.longest == 1 and state_NHKV is not None:
-            return one_position([runs.single(x) for x in columns], state_NHKV.to(wide))
-        state_NHKV = None if state_NHKV is None else state_NHKV.to(wide)
-        if not torch.is_grad_enabled():
-            return _by_chunks(columns, runs, state_NHKV)
-        # What the chunks are made of takes ten times the memory of the columns: it is made again in the backward pass.
-        return checkpoint(_by_chunks, columns, runs, state_NHKV, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+    value = columns[2]
+    if segments.longest == 1 and state_NHKV is not None:
+        with _exact(value):
+            return _one_position([_wide(x) for x in columns], state_NHKV.to(_wide(value).dtype))
+    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and len(columns) == 5 and fla_kernel() is not None:
+        return _by_fla(columns, segments, state_NHKV)
+    return _ByChunks.apply(segments, state_NHKV, *columns)  # type: ignore[return-value]
 
 
-def one_position(columns: Sequence[Tensor], state_NHKV: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule itself, for one position of every run."""
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _exact(like: Tensor) -> AbstractContextManager[Any]:
+    """States are not for the products of autocast."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _one_position(columns: Sequence[Tensor], state_NHKV: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule itself, for one position of every segment."""
     query_NHK, key_NHK, value_NHV, decay_NH, *beta_NH = columns
-    state_NHKV = state_NHKV * decay_NH.exp()[..., None, None]
+    into = None if torch.is_grad_enabled() else state_NHKV
+    fading_NH11 = decay_NH.exp()[..., None, None]
+    # One pass reads what the state says of key and query; others change it.
+    of_key, of_query = (torch.stack([key_NHK, query_NHK], 2) @ state_NHKV).mul(fading_NH11).unbind(2)
     if beta_NH:
-        value_NHV = beta_NH[0][..., None] * (value_NHV - (key_NHK[:, :, None] @ state_NHKV)[:, :, 0])
-    state_NHKV = state_NHKV + key_NHK[..., None] * value_NHV[:, :, None]
-    return (query_NHK[:, :, None] @ state_NHKV)[:, :, 0], state_NHKV
+        value_NHV = beta_NH[0][..., None] * (value_NHV - of_key)
+    state_NHKV = torch.mul(state_NHKV, fading_NH11, out=into)
+    state_NHKV = torch.addcmul(state_NHKV, key_NHK[..., None], value_NHV[:, :, None], out=into)
+    return of_query + (query_NHK * key_NHK).sum(-1, keepdim=True) * value_NHV, state_NHKV
 
 
-def _by_chunks(columns: Sequence[Tensor], runs: Runs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
-    chunks, size = runs.chunks(columns[0].device)
+class _Parts:
+    """What chunks are made of before a state passes through them.  Empty positions decay nothing and add nothing."""
 
-    def cut(x: Tensor) -> Tensor:
+    def __init__(self, columns: Sequence[Tensor], chunks: Chunks) -> None:
+        self.chunks = chunks
+        self.query, self.key, self.value, decay, *beta = map(self.cut, columns)
+        self.beta = beta[0][..., None] if beta else None
+        total = decay.cumsum(-1)
+        later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=decay.device).triu(1)
+        between = (total[..., :, None] - total[..., None, :]).masked_fill_(later, -torch.inf).exp_()
+        self.between = between[:, :, None]
+        self.faded, self.rest = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+        self.kept = total[..., -1].exp()[..., None, None]
+        sides = [self.query] if self.beta is None else [self.query, self.key * self.beta]
+        self.side = torch.stack(sides, 2)
+        """(M, H, X, C, K)"""
+        self.faded_side = (self.side * self.faded[:, :, None]).flatten(2, 3)
+        marks = (self.side.flatten(2, 3) @ self.key.transpose(-1, -2)).unflatten(2, (-1, chunks.size))
+        self.marks = marks.mul_(self.between)
+        """(M, H, X, C, C): of queries what positions read of what each before them adds; of keys what the state says already."""
+        self.rest_key = self.key * self.rest
+        self.added = self.value
+        """What positions add to the state, but for what it says of them already."""
+        self.solver = None
+        if self.beta is not None:
+            # What each position adds depends on what those before it in the chunk add: a triangular system.
+            one = torch.eye(chunks.size, dtype=decay.dtype, device=decay.device).expand_as(between)
+            self.solver = torch.linalg.solve_triangular(self.marks[:, :, 1], one, upper=False, unitriangular=True)
+            self.added = self.value * self.beta
+
+    def cut(self, x: Tensor) -> Tensor:
         """(T, H, ...) -> (M, H, C, ...)"""
-        return moved(x.flatten(1), chunks.move).view(-1, size, *x.shape[1:]).transpose(1, 2)
+        x_MC = _taken(x.flatten(1), self.chunks.rows_MC).view(-1, self.chunks.size, *x.shape[1:])
+        return _wide(x_MC.transpose(1, 2)).contiguous()
 
-    # Empty positions are 0: they decay nothing, and add nothing.
-    query, key, value, decay, *beta = map(cut, columns)
-    total_MHC = decay.cumsum(-1)
-    later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
-    between = (total_MHC[..., :, None] - total_MHC[..., None, :]).masked_fill(later, -torch.inf).exp()
-    inside = query @ key.transpose(-1, -2) * between
-    faded = total_MHC.exp()[..., None]
-    key_width = key.shape[-1]
-    if beta:
-        # What each position adds depends on what those before it in the chunk add: a triangular system, for the values, and for
-        # what the state before the chunk already says of them.
-        beta_key = key * beta[0][..., None]
-        system = beta_key @ key.transpose(-1, -2) * between
-        both = torch.cat([beta_key * faded, value * beta[0][..., None]], -1)
-        both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-        known, value = both[..., :key_width], both[..., key_width:]
-    else:
-        known = None
-    query = query * faded
-    key = (key * (total_MHC[..., -1:] - total_MHC).exp()[..., None]).transpose(-1, -2)
-    kept = total_MHC[..., -1].exp()[..., None, None]
-    state = None if state_NHKV is None else state_NHKV.index_select(0, chunks.order_N)
-    outputs, ended = list[Tensor](), list[Tensor]()
-    steps = zip(*(x.split(chunks.counts) for x in (query, key, value, inside, kept)), strict=True)
-    knowns = [None] * len(chunks.counts) if known is None else known.split(chunks.counts)
-    for (query_i, key_i, value_i, inside_i, kept_i), known_i in zip(steps, knowns, strict=True):
-        count = query_i.shape[0]
-        if state is None:
-            outputs.append(inside_i @ value_i)
-            state = key_i @ value_i
-        else:
-            if count < state.shape[0]:
-                ended.append(state[count:])
-                state = state[:count]
-            if known_i is not None:
-                value_i = value_i - known_i @ state
-            outputs.append(query_i @ state + inside_i @ value_i)
-            state = state * kept_i + key_i @ value_i
-    assert state is not None
-    state = torch.cat([state, *reversed(ended)]).index_select(0, chunks.rank_N)
-    out = torch.cat(outputs).transpose(1, 2)
-    return moved(out.flatten(2).flatten(0, 1), chunks.out).view(runs.rows, *out.shape[2:]), state
+    def joined(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return _taken(x.transpose(1, 2).flatten(0, 1).flatten(1), self.chunks.place_T).unflatten(1, (x.shape[1], *x.shape[3:]))
+
+    def passed(self, state: Tensor | None) -> tuple[list[tuple[slice, Tensor | None, Tensor]], Tensor, list[Tensor]]:
+        """Let states pass -> of each step its chunks, the states before them and what they add; outputs; last states by level."""
+        steps, outputs, ends, begin = list[tuple[slice, Tensor | None, Tensor]](), torch.empty_like(self.value), list[Tensor](), 0
+        size = self.chunks.size
+        for level in self.chunks.levels:
+            if level.prefix_N is not None:
+                state = ends[-1].index_select(0, level.prefix_N)
+            elif state is not None:
+                state = state.index_select(0, level.order_N).to(self.value.dtype)
+            ended = list[Tensor]()
+            for count in level.counts:
+                at = slice(begin, begin + count)
+                begin += count
+                added, inside = self.added[at], self.marks[at, :, 0]
+                if state is not None and count < state.shape[0]:
+                    ended.append(state[count:])
+                    state = state[:count]
+                read = None if state is None else self.faded_side[at] @ state
+                if self.solver is not None:
+                    added = self.solver[at] @ (added if read is None else added - read[:, :, size:])
+                torch.matmul(inside, added, out=outputs[at])
+                if read is not None:
+                    outputs[at] += read[:, :, :size]
+                steps.append((at, state, added))
+                new = self.rest_key[at].transpose(-1, -2) @ added
+                state = new if state is None else torch.addcmul(new, state, self.kept[at])
+            assert state is not None
+            ends.append(torch.cat([state, *reversed(ended)]))
+        return steps, outputs, ends
+
+
+class _ByChunks(torch.autograd.Function):
+    """`gated_rule` in torch's operations.  What the chunks are made of takes ten times the memory of the columns: it is made again
+    in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, segments: Segments, state: Tensor | None, *columns: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.segments = segments
+        ctx.save_for_backward(state, *columns)
+        ctx.set_materialize_grads(False)
+        with _exact(columns[2]):
+            chunks = segments.chunks(columns[0].device)
+            parts = _Parts(columns, chunks)
+            _, out, ends = parts.passed(state)
+            last = [end.index_select(0, level.rank_N) for end, level in zip(ends, chunks.levels, strict=True)]
+            return parts.joined(out), torch.cat(last)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        state, *columns = ctx.saved_tensors
+        with _exact(columns[2]):
+            state_grad, found = _gradients(ctx.segments, state, columns, *grads)
+        return None, state_grad, *(grad.to(column.dtype) for grad, column in zip(found, columns, strict=True))
+
+
+def _gradients(
+    segments: Segments, state: Tensor | None, columns: Sequence[Tensor], out_grad: Tensor | None, last_grad: Tensor | None
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Of the states before the segments, and of the columns."""
+    chunks = segments.chunks(columns[0].device)
+    parts = _Parts(columns, chunks)
+    steps, _, ends = parts.passed(state)
+    grad = torch.zeros_like(parts.value) if out_grad is None else parts.cut(out_grad)
+    marks_grad, side_grad = torch.empty_like(parts.marks), torch.zeros_like(parts.faded_side)
+    added_grad, rest_grad = torch.empty_like(parts.value), torch.empty_like(parts.key)
+    kept_grad = torch.zeros_like(parts.kept)
+    end_grads = [torch.zeros_like(end) for end in ends]
+    if last_grad is not None:
+        lasts = last_grad.split([level.order_N.numel() for level in chunks.levels])
+        end_grads = [one.index_select(0, level.order_N) for one, level in zip(lasts, chunks.levels, strict=True)]
+    for n, level in reversed(list(enumerate(chunks.levels))):
+        for count in reversed(level.counts):
+            at, before, added = steps.pop()
+            of_end, of_out = end_grads[n][:count], grad[at]
+            of_added = parts.marks[at, :, 0].transpose(-1, -2) @ of_out + parts.rest_key[at] @ of_end
+            if parts.solver is not None:
+                of_added = parts.solver[at].transpose(-1, -2) @ of_added
+            added_grad[at] = of_added
+            rest_grad[at] = added @ of_end.transpose(-1, -2)
+            read = of_out if parts.solver is None else torch.cat([of_out, -of_added], 2)
+            marks_grad[at] = (read @ added.transpose(-1, -2)).view_as(marks_grad[at])
+            if before is not None:
+                side_grad[at] = read @ before.transpose(-1, -2)
+                kept_grad[at] = (of_end * before).sum((-1, -2), keepdim=True)
+                end_grads[n][:count] = torch.addcmul(parts.faded_side[at].transpose(-1, -2) @ read, of_end, parts.kept[at])
+        if level.prefix_N is not None:
+            end_grads[n - 1].index_add_(0, level.prefix_N, end_grads[n])
+    faded = (marks_grad * parts.marks).sum(2)
+    total_grad = faded.sum(-1) - faded.sum(-2) + (side_grad * parts.faded_side).sum(-1).unflatten(2, (-1, chunks.size)).sum(2)
+    rest = (rest_grad * parts.rest_key).sum(-1)
+    total_grad -= rest
+    total_grad[..., -1] += rest.sum(-1) + (kept_grad * parts.kept)[..., 0, 0]
+    marks_grad *= parts.between
+    if parts.beta is not None:
+        marks_grad[:, :, 1].diagonal(dim1=-2, dim2=-1).zero_()  # of which the system reads nothing
+    marks_grad = marks_grad.flatten(2, 3)
+    key_grad = torch.addcmul(marks_grad.transpose(-1, -2) @ parts.side.flatten(2, 3), rest_grad, parts.rest)
+    side_grad = torch.addcmul((marks_grad @ parts.key).view_as(parts.side), side_grad.view_as(parts.side), parts.faded[:, :, None])
+    found = [side_grad[:, :, 0], key_grad, added_grad, total_grad.flip(-1).cumsum(-1).flip(-1)]
+    if parts.beta is not None:
+        key_grad.addcmul_(side_grad[:, :, 1], parts.beta)
+        found[2] = added_grad * parts.beta
+        found.append((side_grad[:, :, 1] * parts.key).sum(-1) + (added_grad * parts.value).sum(-1))
+    state_grad = None if state is None else end_grads[0].index_select(0, chunks.levels[0].rank_N).to(state.dtype)
+    return state_grad, list(map(parts.joined, found))
 
 
 @cache
@@ -329,79 +464,65 @@ def fla_kernel() -> Callable[..., Any] | None:
     return chunk_gated_delta_rule
 
 
-def by_fla(
-    query_THK: Tensor,
-    key_THK: Tensor,
-    value_THV: Tensor,
-    decay_TH: Tensor,
-    beta_TH: Tensor | None,
-    runs: Runs,
-    state_NHKV: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`gated_rule` by fla's kernel, which keeps runs apart by their boundaries.  It takes numbers of 16 bits, and a `beta`."""
+def _by_fla(columns: Sequence[Tensor], segments: Segments, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`gated_rule` by fla's kernel, which keeps segments apart by their boundaries.  It takes numbers of 16 bits, and a beta."""
     kernel = fla_kernel()
-    assert kernel is not None and beta_TH is not None
-    device = value_THV.device
-    move = Move.of(runs.positions, runs.total, device)
-    columns = [moved(x.flatten(1), move).view(runs.rows, *x.shape[1:])[None] for x in (query_THK, key_THK, value_THV)]
-    bounds = torch.from_numpy(np.append(runs.begin, runs.rows)).to(device)
-    out, state = kernel(
-        *(x.to(value_THV.dtype) for x in columns),
-        g=moved(decay_TH, move)[None].float(),
-        beta=moved(beta_TH, move)[None].to(value_THV.dtype),
-        scale=1.0,
-        initial_state=None if state_NHKV is None else state_NHKV.float(),
-        output_final_state=True,
-        cu_seqlens=bounds,
-    )
-    return out[0], state
+    assert kernel is not None
+    value = columns[2]
+    types, out, last = (value.dtype, value.dtype, value.dtype, torch.float32, value.dtype), torch.zeros_like(value), list[Tensor]()
+    for level in segments.levels:
+        rows_R, bounds, prefix = segments.once(
+            "fla", (len(last), value.device), lambda level=level: _runs(segments, level, value.device)
+        )
+        query, key, values, decay, beta = (x.index_select(0, rows_R).to(kind)[None] for x, kind in zip(columns, types, strict=True))
+        if last:
+            state_NHKV = last[0].index_select(0, prefix)
+        out_RHV, end_NHKV = kernel(
+            query,
+            key,
+            values,
+            g=decay,
+            beta=beta,
+            scale=1.0,
+            initial_state=None if state_NHKV is None else state_NHKV.float(),
+            output_final_state=True,
+            cu_seqlens=bounds,
+        )
+        out = out.index_copy(0, rows_R, out_RHV[0])
+        last.append(end_NHKV)
+    return out, torch.cat(last)
 
 
-def rule_for(value: Tensor, beta: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`gated_rule`, or fla's kernel where it takes the numbers."""
-    narrow = value.dtype in (torch.bfloat16, torch.float16)
-    return by_fla if value.is_cuda and narrow and beta is not None and fla_kernel() is not None else gated_rule
+def _runs(segments: Segments, level: np.ndarray, device: torch.device) -> tuple[Tensor, ...]:
+    """Positions of a level's segments, where each begins and the last ends, and its prefix's place in the first level."""
+    bounds = np.append(0, np.cumsum(segments.length[level]))
+    prefix = np.searchsorted(segments.levels[0], segments.prefix[level])
+    return tuple(torch.from_numpy(x).to(device) for x in (segments.positions(level), bounds, prefix))
 
 
 # ---------------------------------------------------------------- streams
 
 
-class StreamRecurrence:
-    """States pass through each segment of a stream, and from each prefix into all segments that begin with it."""
+class Recurrence:
+    """`models.recurrence.Recurrent` over segments: states pass through each, and from each prefix into all that begin with it."""
 
-    def __init__(self, layout: Layout) -> None:
-        if not layout.segments:  # filler alone, which nobody reads
-            layout = Layout(start=(0,), length=(layout.total,), prefix=(-1,), total=layout.total)
-        roots = [s for s, prefix in enumerate(layout.prefix) if prefix < 0]
-        members = [s for s, prefix in enumerate(layout.prefix) if prefix >= 0]
-        self.roots = _runs(layout, roots)
-        self.members = _runs(layout, members) if members else None
-        rank = {s: place for place, s in enumerate(roots)}
-        self.parent = torch.tensor([rank[layout.prefix[s]] for s in members], dtype=torch.int64)
-        positions = np.concatenate([runs.positions for runs in (self.roots, self.members) if runs is not None])
-        self._order = np.full(layout.total, -1)
-        self._order[positions] = np.arange(positions.size)
-        self._back: Move | None = None
+    def __init__(
+        self,
+        segments: Segments,
+        read: Callable[[tuple[int, int]], Tensor | None] = lambda _: None,
+        keep: Callable[[tuple[int, int], Tensor], None] = lambda *_: None,
+    ) -> None:
+        """read: the segments' states before this pass; None: zeros.   keep: takes those behind it."""
+        self.segments, self.read, self.keep = segments, read, keep
 
-    def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None) -> Tensor:
-        """See `models.recurrence.Recurrent`."""
-        return self._through(lambda runs, state: convolve(x_TD, weight_DW, bias_D, runs, state))
+    def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, *, silu: bool) -> Tensor:
+        """See `Recurrent`."""
+        out, state = convolve(x_TD, weight_DW, bias_D, self.segments, self.read(place), silu=silu)
+        self.keep(place, state)
+        return out
 
-    def rule(self, place: tuple[int, int], *columns: Tensor | None) -> Tensor:
-        """See `models.recurrence.Recurrent`."""
-        rule = rule_for(columns[2], columns[4])  # type: ignore[arg-type]
-        return self._through(lambda runs, state: rule(*columns, runs, state))
-
-    def _through(self, operation: Callable[[Runs, Tensor | None], tuple[Tensor, Tensor]]) -> Tensor:
-        out, state = operation(self.roots, None)
-        if self.members is not None:
-            if self.parent.device != state.device:
-                self.parent = self.parent.to(state.device)
-            out = torch.cat([out, operation(self.members, state.index_select(0, self.parent))[0]])
-        if self._back is None:
-            self._back = Move.of(self._order, out.shape[0], out.device)
-        return moved(out.flatten(1), self._back).view(-1, *out.shape[1:])
-
-
-def _runs(layout: Layout, segments: Sequence[int]) -> Runs:
-    return Runs([layout.start[s] for s in segments], [layout.length[s] for s in segments], layout.total)
+    def rule(self, place: tuple[int, int], *columns: Tensor) -> Tensor:
+        """See `Recurrent`."""
+        out, state = gated_rule(columns, self.segments, self.read(place))
+        self.keep(place, state)
+        return out

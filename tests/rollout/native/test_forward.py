@@ -43,6 +43,8 @@ FAMILIES = {
     "qwen2, window in one layer": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {},
     "gpt2": {},
+    "qwen3_5_text": {"head_dim": 12, "partial_rotary_factor": 0.5},
+    "qwen3_5_text, wide": {},
     "llama, wide heads": {"head_dim": 32},
     "llama, biases, wide heads": {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
     "mistral, window, wide heads": {"sliding_window": 6, "head_dim": 32},
@@ -88,7 +90,7 @@ def test_the_specialised_forward_equals_the_modules(family, max_rows, policy_of,
             np.testing.assert_allclose(a.behavior_logp, b.behavior_logp, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3, wide heads", "gpt2, wide heads"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3, wide heads", "gpt2, wide heads", "qwen3_5_text, wide"])
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 def test_in_low_precision_it_is_as_near_to_float32_as_the_modules(family, precision, policy_of, prompts_of, scored):
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -106,7 +108,7 @@ def test_in_low_precision_it_is_as_near_to_float32_as_the_modules(family, precis
 @pytest.mark.parametrize(
     ("family", "precision", "how"),
     all_pairs(
-        [family for family in FAMILIES if "wide" in family],
+        [family for family in FAMILIES if "wide heads" in family],
         ["float32", "autocast"],
         [(1, 8, {}), (2, 64, {"temperature": 0.9}), (1, 5, {"temperature": 0.0}), (2, 8, {"stop": ("0", "1")})],
     ),
@@ -236,7 +238,7 @@ def test_a_layer_may_stand_in_two_places_of_the_specialised_forward_only(policy_
         completions(ModuleEngine(policy, max_rows=8), prompts_of(5))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "gpt2"])
 def test_what_changes_no_result_leaves_a_model_known(family, policy_of):
     policy = policy_of(family, dtype=torch.float32)
     model = policy.model

@@ -22,10 +22,9 @@ from groupwise.errors import EngineError
 from groupwise.models.attention import PackedAttention
 from groupwise.ops import decoding
 from groupwise.ops.attention import ALIGNED, EVERYTHING, Query, Reach, behind, bias_of, part
-from groupwise.ops.recurrence import Runs
+from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.records import Layout
 from groupwise.rollout.native.kv_cache import KVCache, LayerCache, Place
-from groupwise.rollout.native.states import KeptStates
 
 
 class Prefill:
@@ -39,7 +38,7 @@ class Prefill:
         self.lengths, self.starts = lengths, starts
         self.store, self.first = store, store.live
         self._seen: set[int] = set()
-        self.recurrent = KeptStates(Runs(self.starts[:-1], lengths, starts[-1]), lambda _: None, self._keep_states)
+        self.recurrent = Recurrence(Segments(self.starts[:-1], lengths, starts[-1]), keep=self._keep_states)
         self._packed = PackedAttention(
             Layout(start=tuple(starts[:-1]), length=tuple(lengths), prefix=(-1,) * len(lengths), total=starts[-1])
         )
@@ -77,7 +76,7 @@ class Prefill:
 class TokenAttend:
     """The protocol `models.attention.Attend` for tokens that come one by one, or as if they did."""
 
-    recurrent: KeptStates
+    recurrent: Recurrence
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
@@ -107,7 +106,7 @@ class Decode(TokenAttend):
         self.position_R = torch.tensor(position_R, device=self.device)
         self._uniform = len(set(length_R)) == 1
         rows = len(self.entry_R)
-        self.recurrent = KeptStates(Runs(range(rows), [1] * rows, rows), self._states, self._keep_states)
+        self.recurrent = Recurrence(Segments(range(rows), [1] * rows, rows), self._states, self._keep_states)
 
     def _states(self, place: Place) -> Tensor:
         """Of the rows, before their new tokens: of a row without any other its prompt's."""
@@ -229,7 +228,7 @@ class Extend(TokenAttend):
         self.start_R = [sum(count_R[:r]) for r in range(len(count_R))]
         own.reserve(first + len(entry_R), max(kept + count for kept, count in zip(kept_R, count_R, strict=True)))
         self._turns: list[tuple[Tensor, decoding.Rows, Tensor]] | None = None
-        self.recurrent = KeptStates(Runs(self.start_R, count_R, sum(count_R)), self._states, self._keep_states)
+        self.recurrent = Recurrence(Segments(self.start_R, count_R, sum(count_R)), self._states, self._keep_states)
 
     def _states(self, place: Place) -> Tensor:
         prompt = self.prompts.states[place]

@@ -8,12 +8,15 @@ Nothing can be stale: what was prepared is dropped with the call, and prepared a
 
 Only what is exactly known runs here; anything else (another class, adapters, hooks, other activations) takes the modules.
 
-T positions of a stream   D model width   H query heads   K key-value heads   W head width   V vocabulary   O, I sides of a matrix
+T positions of a stream   D model width   N what a layer's first product gives   H query heads   W head width   V vocabulary
+O, I sides of a matrix   of a DeltaNet: K key width   V value width   D channels of its convolution
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,11 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from groupwise.models.attention import Attend
-from groupwise.models.layers import MLP, MODELS, Attention, Norm, describe, matrix_of, stack_of
+from groupwise.models.layers import MLP, MODELS, Attention, DeltaNet, Norm, describe, matrix_of, stack_of
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
+from groupwise.models.recurrence import delta_rule, is_numbered
 from groupwise.ops import decoding
-from groupwise.ops.attention import Query
+from groupwise.ops.attention import EVERYTHING, Query, Reach
 from groupwise.ops.decoding import Filler, Operations, PreparedLayer
 
 
@@ -63,7 +67,7 @@ def is_known(policy: Policy) -> bool:
 def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """True for a module that does more than its class says, or holds parameters of another type, on another device, or that are
     not plain tensors (sharded, quantised)."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    hooks = module._forward_hooks or module._forward_pre_hooks or ("forward" in vars(module) and not is_numbered(module))
     return bool(hooks) or any(
         type(parameter) is not nn.Parameter or parameter.dtype != dtype or parameter.device != device
         for parameter in module._parameters.values()
@@ -73,7 +77,8 @@ def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> boo
 
 NUMBERS = (
     *("eps", "variance_epsilon", "scaling", "attention_scaling", "max_norm", "sliding_window", "nf", "in_features", "out_features"),
-    *("head_dim", "num_heads", "num_key_value_groups", "embed_dim", "split_size"),
+    *("head_dim", "num_heads", "num_key_value_groups", "embed_dim", "split_size", "block_type"),
+    *("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim", "conv_kernel_size", "activation"),
 )
 """What forward passes of the known families read of their modules."""
 
@@ -114,6 +119,91 @@ def _described(model: nn.Module) -> list[Any]:
     return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False))]
 
 
+Rotate = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Attention:
+    """Attention between a layer's two products."""
+
+    layer: int
+    heads: int
+    shared: int
+    width: int
+    head_norm: decoding.Norm | None
+    gated: bool
+    scale: float
+    reach: Reach
+
+    def __call__(self, inner_TN: Tensor, rotate: Rotate | None, attend: Attend) -> Tensor:
+        """inner_TN: query, key and value heads side by side, behind them the gates of the query heads where there are any."""
+        heads, both, all_ = self.heads, self.heads + self.shared, self.heads + 2 * self.shared
+        inner = inner_TN.view(inner_TN.shape[0], -1, self.width)
+        qk = inner[:, :both]
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        if rotate is not None:
+            qk = rotate(qk)
+        seen = attend(Query(self.layer, qk[:, :heads], qk[:, heads:], inner[:, both:all_], self.scale, None, self.reach))
+        return (seen * torch.sigmoid(inner[:, all_:]) if self.gated else seen).reshape(inner_TN.shape[0], -1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _DeltaNet:
+    """Convolution, gated delta rule and gated norm between a layer's two products."""
+
+    layer: int
+    shared: int
+    heads: int
+    key_width: int
+    width: int
+    weight_DW: Tensor
+    bias_D: Tensor | None
+    rate_H: Tensor
+    """Of the decay."""
+    offset_H: Tensor
+    gain_V: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, layer: int, net: DeltaNet) -> _DeltaNet:
+        """A described one, its numbers in float32."""
+        module = net.module
+        convolution, bias = module.conv1d, module.conv1d.bias
+        return cls(
+            layer=layer,
+            shared=net.shared,
+            heads=net.heads,
+            key_width=net.key_width,
+            width=net.width,
+            weight_DW=convolution.weight.detach().squeeze(1).float(),
+            bias_D=None if bias is None else bias.detach().float(),
+            rate_H=-module.A_log.detach().float().exp(),
+            offset_H=module.dt_bias.detach().float(),
+            gain_V=module.norm.weight.detach().float(),
+            eps=module.norm.variance_epsilon,
+        )
+
+    def __call__(self, inner_TN: Tensor, rotate: Rotate | None, attend: Attend) -> Tensor:
+        """inner_TN: queries, keys and values side by side, then gates, betas and decays of the heads."""
+        keys, values = self.shared * self.key_width, self.heads * self.width
+        mixed, gate, beta, decay = inner_TN.float().split([2 * keys + values, values, self.heads, self.heads], -1)
+        mixed = attend.recurrent.convolve((self.layer, 1), mixed, self.weight_DW, self.bias_D, silu=True).to(inner_TN.dtype)
+        query, key, value = mixed.split([keys, keys, values], -1)
+        out_THV = delta_rule(
+            attend.recurrent,
+            (self.layer, 2),
+            query.unflatten(-1, (self.shared, self.key_width)),
+            key.unflatten(-1, (self.shared, self.key_width)),
+            value.unflatten(-1, (self.heads, self.width)),
+            self.rate_H * F.softplus(decay + self.offset_H),
+            beta.sigmoid(),
+        ).float()
+        scale_TH1 = torch.rsqrt(out_THV.square().mean(-1, keepdim=True) + self.eps)
+        out_THV = out_THV.mul(scale_TH1).mul_(self.gain_V).mul_(F.silu(gate).view_as(out_THV))
+        return out_THV.flatten(1).to(inner_TN.dtype)
+
+
 class SpecialisedForward:
     """A `RolloutForward` of a policy that `is_known`."""
 
@@ -122,7 +212,7 @@ class SpecialisedForward:
         stack = stack_of(policy.model)
         assert stack is not None
         self.embedding_VD, self.position_PD = stack.embedding_VD, stack.position_PD
-        _, attention, _, mlp = stack.layers[0]
+        attention, mlp = stack.attention, stack.layers[0][3]
         self.heads, self.shared, self.width = attention.heads, attention.shared, attention.width
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
         tables = [table for table in (self.embedding_VD, self.position_PD) if table is not None]
@@ -132,41 +222,73 @@ class SpecialisedForward:
         self.rotary: decoding.PreparedRotary | None = None
         if stack.rotary is not None:
             place_P = torch.arange(positions, device=self.embedding_VD.device)
-            cos, sin = stack.rotary(self.embedding_VD[:1], place_P[None])
-            self.rotary = self.operations.rotary(cos[0], sin[0])
-        self.layers = [self._layer(*parts) for parts in stack.layers]
+            self._rotate(*(table[0] for table in stack.rotary(self.embedding_VD[:1], place_P[None])))
+        self.layers, self.mixers = zip(*(self._layer(i, *parts) for i, parts in enumerate(stack.layers)), strict=True)
         self.norm = self._norm(stack.norm)
         self.head = self.operations.product([policy.head.weight_VD], [policy.head.bias_V])
         self.decoder = self._decoder()
 
-    def _layer(self, norm: Norm, attention: Attention, mlp_norm: Norm, mlp: MLP) -> PreparedLayer:
-        return PreparedLayer(
+    def _rotate(self, cos_PN: Tensor, sin_PN: Tensor) -> None:
+        """Rotary embeddings of whole heads.  Where a part of a head is rotated the rest is paired too, and rotated by nothing."""
+        half, rotated = self.width // 2, cos_PN.shape[1] // 2
+        order_W = torch.arange(self.width, device=cos_PN.device)
+        rest = order_W[2 * rotated :].tensor_split(2)
+        order_W = torch.cat([x for i in (0, 1) for x in (order_W[i * rotated : (i + 1) * rotated], rest[i])])
+        cos_PW, sin_PW = (
+            F.pad(table[:, :rotated], (0, half - rotated), value=filler).repeat(1, 2)
+            for table, filler in ((cos_PN, 1.0), (sin_PN, 0.0))
+        )
+        self.rotary = self.operations.rotary(cos_PW, sin_PW)
+        self.order_W = order_W[self.rotary.order_W]
+
+    def _layer(
+        self, i: int, norm: Norm, mixer: Attention | DeltaNet, mlp_norm: Norm, mlp: MLP
+    ) -> tuple[PreparedLayer, _Attention | _DeltaNet]:
+        attention = mixer if isinstance(mixer, Attention) else None
+        prepared = PreparedLayer(
             norm=self._norm(norm),
-            qkv=self._product(*attention.inputs, rotated=2),
-            head_norm=self._head_norm(attention),
-            out=self._product(attention.output),
+            qkv=self.operations.product(*self._columns(mixer)),
+            head_norm=None if attention is None else self._head_norm(attention),
+            out=self._product(mixer.output),
             mlp_norm=self._norm(mlp_norm),
             up=self._product(*mlp.inputs),
             down=self._product(mlp.output),
-            scale=attention.scale,
-            reach=reach_of(attention.module),
+            scale=1.0 if attention is None else attention.scale,
+            reach=EVERYTHING if attention is None else reach_of(attention.module),
+        )
+        if not isinstance(mixer, Attention):
+            return prepared, _DeltaNet.of(i, mixer)
+        return prepared, _Attention(
+            layer=i,
+            heads=mixer.heads,
+            shared=mixer.shared,
+            width=mixer.width,
+            head_norm=prepared.head_norm,
+            gated=mixer.gated,
+            scale=prepared.scale,
+            reach=prepared.reach,
         )
 
-    def _product(self, *linears: nn.Module, rotated: int = 0) -> Any:
-        """Linear layers side by side.   rotated: so many of them give heads that are rotated, where positions are rotary."""
-        weights, biases = zip(*map(matrix_of, linears), strict=True)
+    def _product(self, *linears: nn.Module) -> Any:
+        """Linear layers side by side."""
+        return self.operations.product(*zip(*map(matrix_of, linears), strict=True))
+
+    def _columns(self, mixer: Attention | DeltaNet) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Weights and biases of a layer's first product."""
+        weights, biases = zip(*map(matrix_of, mixer.inputs), strict=True)
+        if isinstance(mixer, DeltaNet):
+            return weights, biases
+        return self._ordered(weights, mixer.gated), biases if biases[0] is None else self._ordered(biases, mixer.gated)
+
+    def _ordered(self, columns: Sequence[Tensor], gated: bool) -> Sequence[Tensor]:
+        """Columns (O, ...) of queries, keys and values: rotated heads in the order in which they are rotated, gates last."""
+        if gated:
+            query, gate = (x.flatten(0, 1) for x in columns[0].unflatten(0, (-1, 2, self.width)).unbind(1))
+            columns = [query, *columns[1:], gate]
         if self.rotary is None:
-            rotated = 0
-
-        def reordered(columns: Any) -> list[Any]:
-            return [*map(self._reordered, columns[:rotated]), *columns[rotated:]]
-
-        return self.operations.product(reordered(weights), biases if biases[0] is None else reordered(biases))
-
-    def _reordered(self, column: Tensor) -> Tensor:
-        """Rows (O, ...) of heads in the order in which they are rotated."""
-        assert self.rotary is not None
-        return column.view(-1, self.width, *column.shape[1:])[:, self.rotary.order_W].flatten(0, 1)
+            return columns
+        rotated = [x.unflatten(0, (-1, self.width))[:, self.order_W].flatten(0, 1) for x in columns[:2]]
+        return [*rotated, *columns[2:]]
 
     def _norm(self, norm: Norm) -> decoding.PreparedNorm:
         return self.operations.norm(norm.weight_D, norm.eps, norm.bias_D)
@@ -178,33 +300,27 @@ class SpecialisedForward:
         assert isinstance(query, Norm) and isinstance(key, Norm)
         weight_HW = torch.cat([query.weight_D.expand(self.heads, -1), key.weight_D.expand(self.shared, -1)])
         if self.rotary is not None:
-            weight_HW = weight_HW[:, self.rotary.order_W]
+            weight_HW = weight_HW[:, self.order_W]
         return self.operations.norm(weight_HW, query.eps)
 
     def _decoder(self) -> decoding.Decoder | None:
         positions = self.rotary if self.position_PD is None else self.position_PD
-        if not self.operations.compiled or positions is None:
+        plain = all(isinstance(mixer, _Attention) and not mixer.gated for mixer in self.mixers)
+        if not plain or not self.operations.compiled or positions is None:
             return None
         heads = (self.heads, self.shared, self.width)
         return decoding.Decoder(self.layers, self.norm, self.head, self.embedding_VD, positions, heads)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """See `RolloutForward`."""
-        count, heads, both = tokens_T.shape[0], self.heads, self.heads + self.shared
         filler = Filler(tokens_T, self.dtype)
         x_TD, add_TD = F.embedding(filler.add(tokens_T), self.embedding_VD), None
         if self.position_PD is not None:
             x_TD += F.embedding(filler.add(position_T), self.position_PD)
         rotate = None if self.rotary is None else self.rotary.at(position_T)
-        for i, layer in enumerate(self.layers):
-            qkv = filler.drop(layer.qkv(layer.norm(x_TD, add_TD))).view(count, -1, self.width)
-            qk = qkv[:, :both]
-            if layer.head_norm is not None:
-                qk = layer.head_norm(qk)
-            if rotate is not None:
-                qk = rotate(qk)
-            seen = attend(Query(i, qk[:, :heads], qk[:, heads:], qkv[:, both:], layer.scale, None, layer.reach))
-            add_TD = layer.out(filler.add(seen.reshape(count, heads * self.width)))
+        for layer, mixer in zip(self.layers, self.mixers, strict=True):
+            inner_TN = filler.drop(layer.qkv(layer.norm(x_TD, add_TD)))
+            add_TD = layer.out(filler.add(mixer(inner_TN, rotate, attend)))
             add_TD = layer.down(self.activation(layer.up(layer.mlp_norm(x_TD, add_TD))))
         return filler.drop(self.norm(x_TD, add_TD))
 
