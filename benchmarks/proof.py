@@ -3,7 +3,7 @@
     python benchmarks/proof.py                # shapes S, M, L and a Llama of 135 million parameters
     python benchmarks/proof.py --only 135M
 
-Each load runs in a process of its own on one thread, imports and all, with kernels that were compiled before.  The first finds an
+Each load runs in a process of its own on one thread, imports and all.  The first finds an
 empty cache of proofs, the second what the first has left.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
         cache = Path(scratch, "cache")
         for name in [options.only] if options.only else MODELS:
             folder = model_folder(MODELS[name], Path(scratch))
-            load(folder, cache)  # compiles the kernels
+            load(folder, cache)  # reads the files that the others find in memory
             columns = []
             for _ in range(options.times):
                 shutil.rmtree(cache / "groupwise" / "proofs")

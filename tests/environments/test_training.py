@@ -25,7 +25,7 @@ from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings, RewardSettings
 from groupwise.environments.procedural import answer_in
 from groupwise.errors import ConfigError, RewardError
-from groupwise.ops.cpu.library import absence
+from groupwise.ops.kernels import absence
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.rewards.compose import build_rewards
 

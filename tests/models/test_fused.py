@@ -24,8 +24,7 @@ from groupwise.data.packing import pack
 from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
-from groupwise.ops import attention, functional, linear_cross_entropy
-from groupwise.ops.cpu import kernels
+from groupwise.ops import attention, functional, kernels, linear_cross_entropy
 from groupwise.ops.functional import gated_mlp, rms_norm, rotary
 from groupwise.ops.in_place_gradients import gradient_of, summed_in_place, summing
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs, fused_loss, reference_logprobs

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from groupwise.ops import decoding, functional
 from groupwise.ops.attention import StreamAttention
-from groupwise.ops.cpu.kernels import operations
-from groupwise.ops.cpu.library import absence
+from groupwise.ops.kernels import absence, operations
 from groupwise.records import Layout
 
 needs_kernels = pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from groupwise.ops import kernels
 from groupwise.ops.autograd import first_derivative
-from groupwise.ops.cpu import kernels
-from groupwise.ops.cpu.kernels import operations
+from groupwise.ops.kernels import operations
 from groupwise.records import Layout
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from groupwise.ops import kernels
 from groupwise.ops.attention import Reach
-from groupwise.ops.cpu import kernels
-from groupwise.ops.cpu.kernels import draws, multiplies, operations
+from groupwise.ops.kernels import draws, multiplies, operations
 from groupwise.ops.onednn_shapes import filled, tiled
 
 __all__ = [
@@ -38,7 +38,7 @@ FEW = 4
 
 
 class Product:
-    """x W^T + b for few rows, with the weight packed in the order in which it is read (ops/cpu/products.cpp)."""
+    """x W^T + b for few rows, with the weight packed in the order in which it is read (products.cpp)."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
         """dtype: of x, of the packed weight and of the result.  The weight may be of another type.
@@ -323,7 +323,7 @@ class Drawn(NamedTuple):
 
 
 class Decoder:
-    """A model like Llama or GPT-2, all of it compiled, that draws several tokens for each row in one call (ops/cpu/blocks.cpp)."""
+    """A model like Llama or GPT-2, all of it compiled, that draws several tokens for each row in one call (blocks.cpp)."""
 
     def __init__(
         self,

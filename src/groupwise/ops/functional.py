@@ -1,7 +1,7 @@
 """The operations of `models/fused`: transformers' functions to rounding, with their gradients written out.
 
 Each saves less for the backward pass than a composition of torch's operations does (of an MLP a third less: what is between its
-products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (groupwise/ops/cpu).
+products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (package groupwise-cpu).
 
 Each is an autograd Function that computes by compiled kernels where they take its tensors, else by torch's operations.  Gradients
 of weights are added to `.grad` in place, and the down projection of an MLP is deferred behind what it saves (`LastProduct`).
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from groupwise.ops import kernels
 from groupwise.ops.autograd import first_derivative, unchanged, version
-from groupwise.ops.cpu import kernels
-from groupwise.ops.cpu.kernels import operations
 from groupwise.ops.in_place_gradients import gradient_of, summing
+from groupwise.ops.kernels import operations
 from groupwise.ops.matmul import add_product, product
 
 BLOCK_NUMBERS = 1 << 16

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from groupwise.ops import kernels
 from groupwise.ops.autograd import first_derivative
-from groupwise.ops.cpu import kernels
 from groupwise.ops.in_place_gradients import gradient_of, summing
 from groupwise.ops.matmul import add_product, product
 from groupwise.ops.onednn_shapes import filled, tiled

@@ -1,6 +1,6 @@
 """Products of large matrices, each by the way that is fastest on its device: torch's, or our own on some CPUs.
 
-In float32 ours (ops/cpu/gemm.cpp) take two thirds of the time of torch's on processors with matrix tiles, and half of it on AMD's
+In float32 ours (gemm.cpp) take two thirds of the time of torch's on processors with matrix tiles, and half of it on AMD's
 with AVX-512, which MKL uses by half; they are as exact.  With AVX2 they stay off: there torch's reach 80 to 87 GFLOP/s of a core of
 AMD's Zen 3, and ours 45 to 75.  In bfloat16 oneDNN's are faster than ours where the result is bfloat16, too; results in float32,
 which gradients of float32 weights are, it does not know.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from groupwise.ops.cpu import kernels
+from groupwise.ops import kernels
 
 PART_NUMBERS = 1 << 20
 """Of a product that is added in another precision, how many numbers of it are made at a time on a CPU."""

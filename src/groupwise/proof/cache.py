@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from groupwise.models.loading import sampled_weights
 from groupwise.models.policy import Policy
-from groupwise.ops.cpu.library import absence
+from groupwise.ops.kernels import absence
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
 
@@ -82,7 +83,7 @@ def _processor() -> str:
 
 @functools.cache
 def _code() -> list[str | None]:
-    """This library, by its contents, for installers may give all files one time; and those it computes with."""
+    """This library and its kernels, by their contents, for installers may give all files one time; and those it computes with."""
     seen = hashlib.sha256()
     for file in _files():
         seen.update(file.read_bytes())
@@ -90,9 +91,12 @@ def _code() -> list[str | None]:
 
 
 def _files() -> Iterator[Path]:
-    for folder, folders, names in os.walk(Path(__file__).parents[1]):
-        folders.sort()
-        yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".cpp", ".h")))
+    for package in ("groupwise", "groupwise_cpu"):
+        spec = find_spec(package)
+        for place in spec.submodule_search_locations or () if spec else ():
+            for folder, folders, names in os.walk(place):
+                folders.sort()
+                yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".so")))
 
 
 def _version(package: str) -> str | None:

@@ -44,7 +44,7 @@ from groupwise.models.loading import Blueprint, context_length, read_blueprint, 
 from groupwise.models.lora import adapter_size
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
-from groupwise.ops.cpu.library import absence
+from groupwise.ops.kernels import absence
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.model import POSITIONS

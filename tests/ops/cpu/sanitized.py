@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 FLAGS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1")
@@ -38,15 +39,20 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, __file__, *sys.argv[1:]])
     import pytest
 
-    from groupwise.ops.cpu import library
-
-    library.FLAGS += FLAGS
-    library.SECONDS = 1800  # instrumented code takes a compiler minutes
-    assert library.absence() is None, library.absence()
     root = Path(__file__).parents[3]
     os.chdir(root)
-    arguments = sys.argv[1:] or [path for path in TESTS if (root / path).exists()]
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments]))
+    sys.path.insert(0, "tests/fixtures")
+    from kernel_build import build
+
+    with tempfile.TemporaryDirectory() as folder:
+        done = build(Path(folder), CXXFLAGS=" ".join(FLAGS))
+        assert done.returncode == 0, done.stderr
+        sys.path.insert(0, f"{folder}/lib")
+        from groupwise.ops.kernels import absence
+
+        assert absence() is None, absence()
+        arguments = sys.argv[1:] or [path for path in TESTS if (root / path).exists()]
+        return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments]))
 
 
 if __name__ == "__main__":

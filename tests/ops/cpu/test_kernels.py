@@ -11,10 +11,9 @@ from plain_attention import definition
 from torch import Tensor
 from torch.nn import functional as F
 
-from groupwise.ops import decoding
+from groupwise.ops import decoding, kernels
 from groupwise.ops.attention import Query, StreamAttention
-from groupwise.ops.cpu import kernels
-from groupwise.ops.cpu.library import absence
+from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs
 from groupwise.records import Layout
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.ops.cpu.library import absence
+from groupwise.ops.kernels import absence
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,15 +34,15 @@ def test_the_kernels_touch_nothing_that_is_not_theirs() -> None:
 
 WITHOUT = """
 import sys, pytest
-from groupwise.ops.cpu import library
-assert library.absence() == "GROUPWISE_KERNELS=off", library.absence()
+from groupwise.ops.kernels import absence
+assert absence() == "GROUPWISE_KERNELS=off", absence()
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow", *sys.argv[1:]]))
 """
 
 
 @pytest.mark.slow
 def test_training_is_the_same_without_kernels(forked: Any) -> None:
-    """Golden curves and the loop, where no compiler was ever found; but for rewards without differences, which train nothing."""
+    """Golden curves and the loop, where no kernels are installed; but for rewards without differences, which train nothing."""
     files = ["tests/golden", "tests/training/test_online.py", "-k", "not p61"]
     process = forked.start(*files, code=WITHOUT, cwd=ROOT, GROUPWISE_KERNELS="off")
     assert process.wait(590) == 0, process.said[-4000:]

@@ -15,13 +15,12 @@ from torch.nn import functional as F
 
 from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
-from groupwise.ops.cpu import kernels
-from groupwise.ops.cpu.library import has_gemm, library
+from groupwise.ops import kernels
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.matmul import add_product, product
 
-compiled = pytest.mark.skipif(not has_gemm(), reason="torch's products are as good here, or no compiler")
-right = pytest.mark.skipif(library() is None, reason="no compiler")  # also where it is not worth it
+compiled = pytest.mark.skipif(not kernels.has_gemm(), reason="torch's products are as good here, or no kernels")
+right = pytest.mark.skipif(kernels.absence() is not None, reason="no kernels")  # also where it is not worth it
 TYPES = [torch.float32, torch.bfloat16]
 
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from groupwise.ops import decoding
-from groupwise.ops.cpu import kernels
-from groupwise.ops.cpu.library import absence
+from groupwise.ops import decoding, kernels
+from groupwise.ops.kernels import absence
 from groupwise.rollout.native.kv_cache import KVCache, LayerCache
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import EngineError
-from groupwise.ops.cpu import kernels
+from groupwise.ops import kernels
 from groupwise.records import Finish, Sampling
 from groupwise.rollout.episodes import Conversations
 from groupwise.rollout.native import attention
@@ -41,7 +41,7 @@ def same(left, right):
 @pytest.fixture
 def plain(monkeypatch):
     """No compiled kernels, as on a GPU."""
-    monkeypatch.setattr(kernels, "library", lambda: None)
+    monkeypatch.setattr(kernels, "absence", lambda: "as on a GPU")
 
 
 def as_on_a_gpu(patch):

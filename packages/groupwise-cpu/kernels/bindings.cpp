@@ -399,7 +399,14 @@ static std::tuple<Tensor, Tensor, Tensor> decode_tokens_(const Tensors &weights,
     return {token, logp, drawn};
 }
 
+// ---------------------------------------------------------------- which processor this is
+
+static bool has_tiles_() { return has_tiles(); }
+static bool has_gemm_() { return has_gemm(); }
+
 STABLE_TORCH_LIBRARY(groupwise, m) {
+    m.def("has_tiles() -> bool");
+    m.def("has_gemm() -> bool");
     m.def("attention(Tensor query, Tensor key, Tensor value, Tensor first, Tensor stretch, int end, float scale) -> (Tensor, Tensor)");
     m.def("attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor first, Tensor stretch, "
           "int end, float scale) -> (Tensor, Tensor, Tensor)");
@@ -450,4 +457,9 @@ STABLE_TORCH_LIBRARY_IMPL(groupwise, CPU, m) {
     m.impl("keep_entries", TORCH_BOX(&keep_entries_));
     m.impl("decode_attention", TORCH_BOX(&decode_attention_));
     m.impl("decode_tokens", TORCH_BOX(&decode_tokens_));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(groupwise, CompositeExplicitAutograd, m) {
+    m.impl("has_tiles", TORCH_BOX(&has_tiles_));
+    m.impl("has_gemm", TORCH_BOX(&has_gemm_));
 }

@@ -1,27 +1,50 @@
-"""Which tensors the compiled kernels take, and where they are worth it; every caller has the same in torch's operations.
+"""The kernels of the package `groupwise-cpu`: whether they are there, which tensors they take, and where they are worth it.
 
-The kernels are the operations `torch.ops.groupwise.NAME`: `bindings.cpp` says what each takes and gives.  They are there once
-`library` has been called, which all that asks here does.
+They are the operations `torch.ops.groupwise.NAME`; `packages/groupwise-cpu/kernels/bindings.cpp` says what each takes and gives.
+Where they are not, and for tensors that they do not take, each operation in `ops` has the same in torch's: equal to rounding.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from groupwise.ops.cpu.library import has_gemm, has_tiles, library
-
 operations: Any = torch.ops.groupwise
 """The kernels, by name.  They have no gradients: autograd Functions call them."""
+SWITCH = "GROUPWISE_KERNELS"
+INSTALL = "pip install --no-build-isolation ./packages/groupwise-cpu"
 TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = 16
 """Rows are read in whole vectors: the longest that any processor has."""
 MOST_KEYS = {torch.float32: 2048, torch.bfloat16: 1024}
 MOST_KEYS_ON_TILES = 8192
 """Over more keys an update's attention (forward and backward) is faster by torch's flash kernel, or has not been measured."""
+
+
+@cache
+def absence() -> str | None:
+    """Why there are no kernels, in words and with the remedy; None if there are."""
+    if os.environ.get(SWITCH, "on") == "off":
+        return f"{SWITCH}=off"
+    try:
+        import groupwise_cpu  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        return f"the package groupwise-cpu is not installed: with a C++ compiler here, run `{INSTALL}` in the clone"
+    except ImportError as error:
+        return str(error)
+    mine, theirs = version("groupwise"), version("groupwise-cpu")
+    return None if mine == theirs else f"groupwise-cpu is {theirs}, and groupwise {mine}: run `{INSTALL}` in the clone"
+
+
+def has_gemm() -> bool:
+    """True if `gemm` is worth it on this processor: it has matrix tiles, or AVX-512 and is not Intel's."""
+    return absence() is None and operations.has_gemm()
 
 
 def fits(*tensors: Tensor, width: int | None = None) -> bool:
@@ -35,14 +58,14 @@ def fits(*tensors: Tensor, width: int | None = None) -> bool:
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.dtype not in TYPES or tensor.stride(-1) != 1 or tensor.shape[-1] != length:
             return False
-    return library() is not None
+    return absence() is None
 
 
 def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """True if there is an `attention` for these that is worth it.  keys: the most that a query sees."""
     if not (query.dtype == key.dtype == value.dtype and fits(query, key, value)):
         return False
-    return keys <= (MOST_KEYS_ON_TILES if has_tiles() else MOST_KEYS[query.dtype])
+    return keys <= (MOST_KEYS_ON_TILES if operations.has_tiles() else MOST_KEYS[query.dtype])
 
 
 class Families:
@@ -67,12 +90,12 @@ class Families:
 
 def draws(logits_RV: Tensor) -> bool:
     """True if `draw_tokens` takes these."""
-    return logits_RV.device.type == "cpu" and logits_RV.dtype in TYPES and logits_RV.numel() > 0 and library() is not None
+    return logits_RV.device.type == "cpu" and logits_RV.dtype in TYPES and logits_RV.numel() > 0 and absence() is None
 
 
 def multiplies(dtype: torch.dtype) -> bool:
     """True if there are packed weights of this type, and `linear` for them."""
-    return dtype in TYPES and library() is not None
+    return dtype in TYPES and absence() is None
 
 
 LEAST_SIDE = 96
@@ -80,7 +103,7 @@ LEAST_SIDE = 96
 
 
 def worth_gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None) -> bool:
-    """True if there is a `gemm` for these that is worth it; see `library.has_gemm`.
+    """True if there is a `gemm` for these that is worth it; see `has_gemm`.
 
     What fits together in no way is left to torch, which says so.
     """
