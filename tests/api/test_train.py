@@ -547,7 +547,9 @@ def test_a_loaded_policy_asks_as_its_run_did(call: Callable) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("control", ["warn", "plain"])
-def test_a_loaded_policy_shows_tools_and_writes_control_tokens_as_its_run_did(control: str, tiny_policy: Callable) -> None:
+def test_a_loaded_policy_shows_tools_and_writes_control_tokens_as_its_run_did(
+    control: str, tiny_policy: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     rows = [{"prompt": "1<|end|>+1=", "tools": [tool]}, {"prompt": "2+2="}]
     tokenizer = byte_tokenizer()
@@ -561,6 +563,9 @@ def test_a_loaded_policy_shows_tools_and_writes_control_tokens_as_its_run_did(co
     renamed = dataclasses.replace(loaded, columns={"prompt": "question", "tools": "functions"})
     (asked_so,) = renamed._questions([{"question": rows[0]["prompt"], "functions": [tool]}])
     assert asked_so.tokens.tolist() == trained[0].tokens.tolist()
+    assert "cannot be read" not in caplog.text
+    loaded._questions([{"prompt": "1+1=", "tools": "not a list"}])
+    assert "prompt 0: the tools in its row cannot be read" in caplog.text
     with pytest.raises(DataError, match="prompt 0 is empty"):
         loaded.generate({"messages": [{"role": "assistant", "content": "1"}]})
 

@@ -284,6 +284,13 @@ def test_score(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # ---------------------------------------------------------------- what is printed
 
 
+def test_get_lists_the_packaged_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["get"]) == 0
+    assert "smollm2" in capsys.readouterr().out
+    assert commands.main(["get", "smolm2"]) == 2
+    assert "did you mean smollm2?" in capsys.readouterr().err
+
+
 def test_print_config_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["train", "r.yaml", "seed=7", "--print-config"]) == 0
     text = capsys.readouterr().out

@@ -508,6 +508,17 @@ def test_a_proof_is_made_once_for_the_same_code_weights_device_and_texts(
     cache._code.cache_clear()
 
 
+def test_other_code_of_the_library_is_proven_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cache, "_files", lambda: iter([tmp_path / "code.py"]))
+    keys = []
+    for text in ("a", "b", "a"):
+        (tmp_path / "code.py").write_text(text)
+        cache._code.cache_clear()
+        keys.append(cache._code())
+    cache._code.cache_clear()
+    assert keys[0] == keys[2] != keys[1]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"family": "Llama"}), "\ud800"])
 def test_a_broken_file_is_no_proof(count: Callable[[], int], tmp_path: Path, text: str) -> None:
     proven(LlamaForCausalLM)

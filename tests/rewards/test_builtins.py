@@ -111,6 +111,7 @@ def test_cosine_length_bounds_are_swapped_when_wrong():
     assert cosine_length(["4"] * 4, ids, ["4"] * 4, max_tokens=100) == pytest.approx([1.0, 0.75, 0.5, 0.5])
     assert cosine_length(["5"] * 4, ids, ["4"] * 4, max_tokens=100) == pytest.approx([-1.0, -0.75, -0.5, -0.5])
     assert cosine_length(["5"], [[1]], [""], max_tokens=100) == [None]
+    assert cosine_length(["4"] * 2, [[], [1] * 100], ["4"] * 2, max_tokens=100, right=(1.0, 1.0)) == [1.0, 1.0]
 
 
 # ------------------------------------------------------------------------------------------ against TRL's own functions

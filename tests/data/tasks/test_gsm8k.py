@@ -51,6 +51,7 @@ def test_demonstrated_expressions_prompts_and_held_out_ones_are_apart(files):
 
 def test_seeds_and_bad_arguments(files):
     task = Gsm8kArithmetic(**files)
+    assert [len(task.demonstrations(n, seed=1)) for n in (1, 40, 300)] == [1, 40, 300]
     assert task.demonstrations(40, seed=1) == Gsm8kArithmetic(**files).demonstrations(40, seed=1)
     assert task.demonstrations(40, seed=1) != task.demonstrations(40, seed=2)
     with pytest.raises(DataError, match="no expression is demonstrated"):
