@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from groupwise.config.bundled import find_recipe, header
 from groupwise.config.recipes import (
     changes,
-    check,
     dump,
     dump_stages,
     load_recipe,
@@ -576,13 +575,13 @@ def test_x6_secrets_are_redacted() -> None:
     }
 
 
-def test_check_of_a_recipe_made_in_python() -> None:
+def test_a_recipe_made_in_python_is_checked() -> None:
     recipe = one(GOOD)
-    assert check(recipe) is recipe
+    assert make_recipe({}, recipe) == recipe
     with pytest.raises(ConfigError, match="2 problems in the recipe"):
-        check(dataclasses.replace(recipe, seed=-1, optimizer=OptimizerSettings(lr=3.0)))
+        make_recipe({}, dataclasses.replace(recipe, seed=-1, optimizer=OptimizerSettings(lr=3.0)))
     with pytest.raises(ConfigError, match=r"group\.minibatches"):
-        check(dataclasses.replace(recipe, group=GroupSettings(minibatches=99)))
+        make_recipe({}, dataclasses.replace(recipe, group=GroupSettings(minibatches=99)))
 
 
 def test_c9_changes_on_resume() -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -99,7 +99,7 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
     document = Document({})
     if isinstance(base, Recipe):
         document = Document(_lists(dataclasses.asdict(base)))
-        texts = [text for _, text in _placed("", document.values)]
+        texts = _texts(document.values)
         earlier = [text.removeprefix(STAGE).partition(":")[0] for text in texts if text.startswith(STAGE)]
     elif base is not None:
         text, name = _read(base)
@@ -115,7 +115,8 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
     problems += [] if len(problems) > readable else _broken_rules(recipe, document, earlier)
     if problems:
         _refuse(name, problems)
-    return _with_objects(recipe, {text: text for _, text in _placed("", document.values) if isinstance(text, Live)})
+    objects = {text: text for text in _texts(document.values) if isinstance(text, Live)}
+    return with_texts(recipe, lambda _, text: objects.get(text, text))  # a recipe is checked as plain text
 
 
 def _lists(value: Any) -> Any:
@@ -125,18 +126,28 @@ def _lists(value: Any) -> Any:
     return [_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _with_objects(value: Any, objects: Mapping[str, Live]) -> Any:
-    """A recipe, or a value in it, with `Live` names where its names are those of objects: a recipe is checked as plain text."""
+def with_texts(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
+    """Settings, or plain values, with every text in them changed.
+
+    change: gives the new text for a dotted key and the text that stands there.   key: of `value`.
+    """
     if isinstance(value, str):
-        return objects.get(value, value)
-    if isinstance(value, tuple):
-        return tuple(_with_objects(one, objects) for one in value)
-    if isinstance(value, Mapping):
-        return {name: _with_objects(one, objects) for name, one in value.items()}
+        return change(key, value)
+    if isinstance(value, list | tuple):
+        return type(value)(with_texts(one, change, f"{key}.{place}".lstrip(".")) for place, one in enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         inside = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{name: _with_objects(one, objects) for name, one in inside.items()})
+        return dataclasses.replace(value, **with_texts(inside, change, key))
+    if isinstance(value, Mapping):
+        return {name: with_texts(one, change, f"{key}.{name}".lstrip(".")) for name, one in value.items()}
     return value
+
+
+def _texts(value: Any) -> list[str]:
+    """Every text in plain values."""
+    texts: list[str] = []
+    with_texts(value, lambda _, text: texts.append(text) or text)
+    return texts
 
 
 _WHOLE = re.compile(r"args\.|\.harness|data\.(system|template)|rollout\.stop")
@@ -148,25 +159,15 @@ def demand_values(settings: Any, key: str = "") -> None:
 
     key: of the settings in their recipe, if they are not a whole one.
     """
-    for place, text in _placed(key, settings):
+
+    def demanded(place: str, text: str) -> str:
         if text == REDACTED or (REDACTED in text and (" " not in text or _WHOLE.search(place))):
             raise ConfigError(
                 f"{place} is {text!r}: a run's config.yaml holds no secrets; give the value again, as an override KEY=VALUE"
             )
+        return text
 
-
-def _placed(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Every text in settings, by its dotted key."""
-    if dataclasses.is_dataclass(value):
-        inside = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
-    elif isinstance(value, Mapping):
-        inside = [(str(name), inner) for name, inner in value.items()]
-    else:
-        inside = [(str(place), inner) for place, inner in enumerate(value)] if isinstance(value, list | tuple) else []
-    if isinstance(value, str):
-        yield key, value
-    for name, inner in inside:
-        yield from _placed(f"{key}.{name}".lstrip("."), inner)
+    with_texts(settings, demanded, key)
 
 
 _OBJECTS = re.compile(r"(model|data)\.(eval_)?path|rewards\.\d+\.function|environment\.(tools|factory|harness)(\.\w+)?")
@@ -175,9 +176,13 @@ _OBJECTS = re.compile(r"(model|data)\.(eval_)?path|rewards\.\d+\.function|enviro
 
 def demand_objects(recipe: Recipe) -> None:
     """Raises ConfigError for a name of an object without the object: the recipe was read from the file of a run."""
-    for key, text in _placed("", recipe):
+
+    def demanded(key: str, text: str) -> str:
         if text.startswith(LIVE) and not isinstance(text, Live) and _OBJECTS.fullmatch(key):
             raise missing(text, key)
+        return text
+
+    with_texts(recipe, demanded)
 
 
 def _read(path: str | Path) -> tuple[str, str]:
@@ -333,17 +338,6 @@ def _message(key: str, kind: str, value: Any, text: str = "") -> str:
     return got
 
 
-def check(recipe: Recipe, earlier: Sequence[str] = ()) -> Recipe:
-    """The recipe itself, for recipes made in Python.  Raises ConfigError with everything that is wrong in it."""
-    problems: list[Problem] = []
-    document = Document(_lists(dataclasses.asdict(recipe)))
-    _valid(document, problems)
-    problems += [] if problems else _broken_rules(recipe, document, earlier)
-    if problems:
-        _refuse("the recipe", problems)
-    return recipe
-
-
 # ---------------------------------------------------------------- writing
 
 
@@ -384,10 +378,7 @@ def changes(old: str, new: Recipe) -> list[str]:
     Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may differ; so may `steps` where the
     learning rate does not depend on it (`optimizer.schedule: constant`).
     """
-    document, problems = parse(old, "config.yaml")
-    if problems:
-        raise ConfigError(f"the run's config.yaml cannot be read: {problems[0]}")
-    before, after = _flat(redacted(_completed(in_full(document).values, Recipe))), _flat(redacted(_plain(new)))
+    before, after = (_flat(redacted(_plain(recipe))) for recipe in (parse_recorded(old, "config.yaml"), new))
     neutral = NEUTRAL + (("steps",) if new.optimizer.schedule == "constant" else ())
     return [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"
@@ -395,17 +386,6 @@ def changes(old: str, new: Recipe) -> list[str]:
         if before.get(key) != after.get(key)
         and not any(key == name or (name[-1] == "." and key.startswith(name)) for name in neutral)
     ]
-
-
-def _completed(values: Mapping[str, Any], section: type) -> dict[str, Any]:
-    """The keys of a section with the defaults of those that a file lacks, because an earlier version has written it."""
-    completed = dict(values)
-    for name, setting in schema.fields_of(section).items():
-        if name not in completed and setting.default is not dataclasses.MISSING:
-            completed[name] = dataclasses.asdict(setting.default) if dataclasses.is_dataclass(setting.default) else setting.default  # type: ignore[arg-type]
-        elif setting.section is not None and isinstance(completed.get(name), Mapping):
-            completed[name] = _completed(completed[name], setting.section)
-    return json.loads(json.dumps(completed))
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Union
@@ -204,24 +204,25 @@ def lookup(key: str) -> Setting | None:
     return None
 
 
+MOST_MEANT = 3
+"""Keys that a suggestion names at most."""
+
+
+def _ends(names: Iterable[str]) -> dict[str, str]:
+    """The last part of a dotted key -> the key, the first one where several end so."""
+    return {name.rsplit(".", 1)[-1]: name for name in reversed(list(names))}
+
+
 def key_meant(name: str) -> str | None:
     """The key that a name without its section means: its own last part, or TRL's name for it; else the nearest one.
 
     >>> key_meant("lr"), key_meant("num_generations"), key_meant("temprature"), key_meant("qqq")
     ('optimizer.lr', 'group.group_size', 'rollout.temperature', None)
     """
-    leaf = name.rsplit(".", 1)[-1].lower()
-    ends = {key.rsplit(".", 1)[-1]: key for key in reversed(knobs()) if ".N." not in key}
-    theirs = {name: ours for name, (ours, _) in TRL.items()}
-    for names in ({name: name} if name in knobs() else {}, ends, theirs):
-        if leaf in names or name in names:
-            return names.get(name) or names[leaf]
-    near = nearest(leaf, [*ends, *theirs], cutoff=0.7)
-    return None if near is None else ends.get(near) or theirs[near]
-
-
-MOST_MEANT = 3
-"""Keys that a suggestion names at most."""
+    if name in knobs():
+        return name
+    meant = {name: ours for name, (ours, _) in TRL.items()} | _ends(key for key in knobs() if ".N." not in key)
+    return meant.get(nearest(name.rsplit(".", 1)[-1].lower(), meant, cutoff=0.7) or "")
 
 
 def suggestion(key: str) -> str:
@@ -232,26 +233,25 @@ def suggestion(key: str) -> str:
     >>> suggestion("group.size"), suggestion("size")
     (' (did you mean group.group_size?)', ' (did you mean batch_size or group.group_size?)')
     """
-    leaf = key.rsplit(".", 1)[-1].lower()
-    section = key.rpartition(".")[0]
-    table = settings_table()
-    here = {name.rsplit(".", 1)[-1]: name for name in table if name.rpartition(".")[0] == normal(section)}
-    everywhere = {name.rsplit(".", 1)[-1]: name for name in reversed(table)}
+    section, _, leaf = key.lower().rpartition(".")
+    everywhere, inside = _ends(settings_table()), normal(section)
+    here = _ends(name for name in settings_table() if name.rpartition(".")[0] == inside)
     if leaf in TRL and TRL[leaf][0] != normal(key) and leaf not in everywhere:
         ours, how = TRL[leaf]
         return f" (TRL name; here it is {ours}{': ' + how if how else ''})"
     if leaf in TABLE and (leaf not in everywhere or not (section or TABLE[leaf].key)):
         return f" (TRL name: {TABLE[leaf].says})"
-    if leaf in everywhere:
-        return f" (did you mean {everywhere[leaf]}?)"
-    for names in (here, everywhere, {name: ours for name, (ours, _) in TRL.items()}):
+    for names in (everywhere if leaf in everywhere else {}, here, everywhere, {name: ours for name, (ours, _) in TRL.items()}):
         if (near := nearest(leaf, names, cutoff=0.7)) is not None:
             return f" (did you mean {names[near]}?)"
     for names in (here, everywhere) if section else (everywhere,):
         if 0 < len(parts := [names[name] for name in names if leaf in name.split("_")]) <= MOST_MEANT:
             return f" (did you mean {' or '.join(sorted(parts))}?)"
-    inside = normal(section).removesuffix(".N") if here else ""
-    return f" (`groupwise config {inside}` lists the keys)" if inside else " (`groupwise config` lists all keys)"
+    return (
+        f" (`groupwise config {inside.removesuffix('.N')}` lists the keys)"
+        if here and inside
+        else " (`groupwise config` lists all keys)"
+    )
 
 
 def first_sentence(text: str) -> str:
