@@ -16,11 +16,12 @@ def test_a_worker_of_plain_functions_imports_neither_numpy_nor_asyncio(tmp_path)
     code = """
 import pickle, sys
 from groupwise.rewards.functions import RewardCall, worker
+from groupwise.rewards.user_functions import Reward, Signature
 answer = worker(["plain.py:f"])
 told = answer("describe", "plain.py:f", "f", {}, ["answer"])
-called = {key: told[key] for key in ("single", "asynchronous", "process")}
+reward = Reward(name="f", weight=1.0, spec="plain.py:f", signature=Signature.of(told), arguments={})
 given = pickle.dumps({"completions": ["a", "bc"]})
-call = RewardCall(spec="plain.py:f", name="f", arguments={}, timeout=None, labels=["0#0", "0#1"], given=given, **called)
+call = RewardCall(reward=reward, labels=["0#0", "0#1"], given=given)
 (answered,) = answer("call", call)
 print(answered["values"], [module for module in ("numpy", "asyncio") if module in sys.modules])
 """

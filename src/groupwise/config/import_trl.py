@@ -145,7 +145,7 @@ def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
 
     def line(name: str, value: Any) -> Line:
         row, writes = TABLE.get(name), {one.key: one for one in written.get(name, ()) if one.key in keys}
-        fate = next((one.fate for one in writes.values() if one.fate), row.fate if row else None)
+        fates = [one.fate for one in writes.values() if one.fate] + [row.fate if row else None]
         if name in notes:
             return Line(name, value, notes[name].fate, notes[name].says)
         if row is None:
@@ -155,12 +155,12 @@ def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
         if not writes and (row.convert or row.fate == "missing") and value in (None, False, 0, 0.0, "no", "none", "", row.off):
             return Line(name, value, "unneeded", "it is off")
         if row.key is None or row.convert is None:
-            return Line(name, value, fate, row.says)
+            return Line(name, value, fates[0], row.says)
         says = [
-            f"{key}: {short(flow(keys[key]))}" + (f", {one.says}" if one.says and fate in ("changed", "missing") else "")
+            f"{key}: {short(flow(keys[key]))}" + (f", {one.says}" if one.says and fates[0] in ("changed", "missing") else "")
             for key, one in writes.items()
         ]
-        return Line(name, value, fate, ", ".join(says) or f"{row.key}: nothing to write")
+        return Line(name, value, fates[0], ", ".join(says) or f"{row.key}: nothing to write")
 
     return Imported(
         source=str(trl.file or trl.kind),

@@ -115,7 +115,7 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
     problems += [] if len(problems) > readable else _broken_rules(recipe, document, earlier)
     if problems:
         _refuse(name, problems)
-    objects = {text: text for text in _texts(document.values) if isinstance(text, Live)}
+    objects: dict[str, str] = {text: text for text in _texts(document.values) if isinstance(text, Live)}
     return with_texts(recipe, lambda _, text: objects.get(text, text))  # a recipe is checked as plain text
 
 

@@ -1,4 +1,4 @@
-"""Finding the answer in a text, and numbers that need no computer algebra: linear time, no process, no sympy."""
+"""Finding the answer in a text, in linear time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
-from typing import NamedTuple
 
 LONGEST_ANSWER = 2_000
 """Characters.  A longer one is compared as text only: nothing that is still an answer is that long, much that is hostile is."""
@@ -70,10 +69,6 @@ _NEGATION = re.compile(r"\b(?:not|no|never|neither)\b|n['’]t\b", re.IGNORECASE
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _ANY_NUMBER = re.compile(rf"(?<![\d.])([-+]?)\s?\$?\s?((?:{_NUMBER})(?:[eE][-+]?\d{{1,3}}(?![\w.]))?)(?:/(\d{{1,12}})(?![\d/.]))?")
-_DECIMAL = re.compile(rf"([-+]?)\s*({_NUMBER})")
-_FRACTION = re.compile(
-    r"([-+]?)\s*(?:(\d{1,12})\s*/\s*(\d{1,12})|\\[dt]?frac\s*\{\s*([-+]?\d{1,12})\s*\}\s*\{\s*([-+]?\d{1,12})\s*\})"
-)
 
 
 def alike(text: str) -> str:
@@ -309,71 +304,6 @@ def tidy(text: str) -> str:
     if len(text) > 1 and text[0] in QUOTES and text[-1] in QUOTES:
         text = text[1:-1].strip(" .")
     return text.strip()
-
-
-class WrittenNumber(NamedTuple):
-    """An exact number as it was written."""
-
-    exact: Fraction
-    decimals: int
-    """Digits behind the point, trailing zeros aside; -1 for a fraction or a whole number."""
-
-
-def read_number(text: str) -> WrittenNumber | None:
-    r"""A whole number, decimal or simple fraction, with thousands commas, a sign and a dollar sign; None for all else.
-
-    >>> read_number("$1,234.50"), read_number(r"-\frac{6}{4}"), read_number("12,34"), read_number("2^3")
-    (WrittenNumber(exact=Fraction(2469, 2), decimals=1), WrittenNumber(exact=Fraction(-3, 2), decimals=-1), None, None)
-    """
-    if len(text) > 60:
-        return None
-    text = text.strip().replace("{,}", ",").replace("\\!", "")
-    if text.startswith("\\(") and text.endswith("\\)"):
-        text = text[2:-2].strip()
-    if len(text) > 1 and text.startswith("$") and text.endswith("$"):
-        text = text[1:-1].strip()
-    text = text.removeprefix("\\$").removeprefix("$").strip()
-    if not text.isascii():
-        return None  # other digits and minus signs: leave them to the parser
-    whole = _DECIMAL.fullmatch(text)
-    if whole:
-        digits = whole.group(2).replace(",", "")
-        behind = digits.partition(".")[2].rstrip("0")
-        if len(digits) > 30 or (behind and len(digits) > 15):
-            return None
-        return WrittenNumber(Fraction(Decimal(whole.group(1) + digits)), len(behind) if "." in digits else -1)
-    parts = _FRACTION.fullmatch(text)
-    if parts:
-        above, below = int(parts.group(2) or parts.group(4)), int(parts.group(3) or parts.group(5))
-        sign = -1 if parts.group(1) == "-" else 1
-        return WrittenNumber(Fraction(sign * above, below), -1) if below else None
-    return None
-
-
-def numbers_equal(gold: WrittenNumber, answer: WrittenNumber) -> bool:
-    """Whether two numbers are equal: exactly, or the one with fewer decimals is the other one rounded.
-
-    A rounded number has six decimals at least, and four correct digits beside a fraction, root or the like, six beside a decimal.
-    What differs only beyond the twelfth of fifteen digits or more is equal too: floats as tables write them.
-
-    >>> half, third = read_number("1/2"), read_number("1/3")
-    >>> numbers_equal(half, read_number("0.50")), numbers_equal(third, read_number("0.333333")), numbers_equal(third, half)
-    (True, True, False)
-    >>> numbers_equal(read_number("0.0000002"), read_number("0.0000001"))
-    False
-    """
-    if gold.exact == answer.exact:
-        return True
-    rounded, other = sorted((gold, answer), key=lambda value: value.decimals if value.decimals >= 0 else 1 << 30)
-    size, apart = abs(other.exact), abs(gold.exact - answer.exact)
-    precise = any(value.decimals >= 0 and abs(value.exact) * 10**value.decimals >= 10**14 for value in (gold, answer))
-    if precise and apart * 10**12 <= size:
-        return True
-    if rounded.decimals < 6 or rounded.decimals == other.decimals:
-        return False
-    step = Fraction(1, 10**rounded.decimals)
-    enough = Fraction(1, 10**4) if other.decimals < 0 else Fraction(1, 10**5)
-    return 2 * apart <= step and step / 2 <= size * enough
 
 
 def last_number(text: str) -> Decimal | Fraction | None:

@@ -47,7 +47,7 @@ class SideBySide:
         began, notes = time.monotonic(), call.notes()
         try:
             task = asyncio.ensure_future(_contained(self._find(call), call.keywords(notes)))
-            if not await _in_time(task, call.timeout):
+            if not await _in_time(task, call.reward.timeout):
                 return {"late": True, "seconds": time.monotonic() - began}
             return call.ended(task.result(), notes, began)
         except (Exception, asyncio.CancelledError) as error:  # whatever a function raises is an answer, judged in one place

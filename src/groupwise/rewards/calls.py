@@ -82,10 +82,14 @@ def outcome_of(call: RewardCall, answer: Mapping[str, Any] | None) -> Outcome | 
 
 def _late(call: RewardCall, seconds: float) -> Outcome:
     """The outcome of a call without a result in time: with the function's own timeout its completions have no value."""
-    if call.timeout is None:
-        label = call.labels[0] if call.single and not call.asynchronous else ""
+    if call.reward.timeout is None:
+        label = call.labels[0] if call.single and not call.reward.signature.asynchronous else ""
         return Outcome(failure="timeout", message=f"no result within {time_limit(call):g} s", label=label, seconds=seconds)
-    return Outcome(value=[[] if call.process else None for _ in call.labels], late=tuple(range(len(call.labels))), seconds=seconds)
+    return Outcome(
+        value=[[] if call.reward.signature.process else None for _ in call.labels],
+        late=tuple(range(len(call.labels))),
+        seconds=seconds,
+    )
 
 
 def all_together(calls: Sequence[RewardCall], outcomes: Sequence[Outcome | None]) -> Outcome | None:
@@ -100,14 +104,14 @@ def all_together(calls: Sequence[RewardCall], outcomes: Sequence[Outcome | None]
         value=[value for one in ended for value in one.value],
         late=tuple(begin + n for begin, one in zip(begins, ended, strict=False) for n in one.late),
         notes=joined([one.notes for one in ended], counts),
-        seconds=max(seconds, default=0.0) if calls and calls[0].asynchronous else sum(seconds),
+        seconds=max(seconds, default=0.0) if calls and calls[0].reward.signature.asynchronous else sum(seconds),
     )
 
 
 def time_limit(call: RewardCall) -> float:
     """Seconds that a call may take."""
-    if call.timeout is not None:
-        return call.timeout
+    if call.reward.timeout is not None:
+        return call.reward.timeout
     return DEFAULT_SECONDS if call.single else max(DEFAULT_SECONDS, SECONDS_EACH * len(call.labels))
 
 
@@ -164,7 +168,7 @@ class Host:
     def run(self, calls: Sequence[RewardCall], stop: threading.Event) -> list[Outcome | None]:
         """Make calls, asynchronous ones side by side, others in order, until one fails or `stop` is set.  Raises RewardError."""
         outcomes: list[Outcome | None] = []
-        together = calls[0].asynchronous
+        together = calls[0].reward.signature.asynchronous
         while len(outcomes) < len(calls):
             left = calls[len(outcomes) :]
             if stop.is_set() or (outcomes and (outcomes[-1] is None or outcomes[-1].failure is not None)):

@@ -5,12 +5,14 @@ G completions of a prompt   K reward functions   N completions of a step
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -22,12 +24,13 @@ from groupwise.errors import ConfigError, Findings, RewardError
 from groupwise.records import Episode, Prompt, Rollout, Scored, Step
 from groupwise.rewards.calls import DEFAULT_SECONDS, SECONDS_EACH, Host, Outcome, Running, all_together, failed, outcome_of
 from groupwise.rewards.environment_states import EnvironmentState
-from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
+from groupwise.rewards.find import Completions, LiveReward, find_builtin
 from groupwise.rewards.functions import Functions, RewardCall
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rewards.returned import describe_failure, described, validated
 from groupwise.rewards.step_signals import step_signal
-from groupwise.rewards.trainer_state import RUN_PARAMETERS, TrainerState
+from groupwise.rewards.trainer_state import TrainerState
+from groupwise.rewards.user_functions import Reward, Signature, read_signature
 from groupwise.utils.processes import STARTS
 from groupwise.utils.terminal import logger
 from groupwise.utils.threads import Thread
@@ -69,76 +72,94 @@ def build_rewards(
     if not settings:
         raise ConfigError("there is no reward function; name at least one under rewards:, e.g. `- function: accuracy`")
     offered = [column for column in columns if column not in RESERVED]
-    live = [
-        _bound(one, n) if isinstance(one, RewardSettings | LiveReward) else LiveReward(function=one)
-        for n, one in enumerate(settings)
-    ]
-    entries = [(one, None) if isinstance(one, RewardSettings) else (one.settings(), one) for one in live]
-    wrong, names = Findings(), [one.name or one.function for one, _ in entries]
-    for n, (one, _) in enumerate(entries):
-        with wrong.of(f"rewards.{n}.args"):
-            demand_values(one.args, f"rewards.{n}.args")
-        with wrong.of(f"rewards.{n}.weight"):
-            names[n] = check_name(one)
-    for n, name in enumerate(names):
-        if name in names[:n]:
-            with wrong.of(f"rewards.{n}.name"):
-                raise ConfigError(f"two reward functions have the name {name!r}; give one of them another by name:")
+    entries = [_entry(one, place) for place, one in enumerate(settings)]
+    wrong = Findings()
+    names = _names(entries, wrong)
     hosts = _hosts(entries)
     try:
         for host in hosts.values():
             host.start()  # they start side by side
-        rewards, unusable = [], set[Host]()
-        for n, (name, (one, itself)) in enumerate(zip(names, entries, strict=True)):
-            if n in hosts and hosts[n] in unusable:
-                continue  # its file has been refused
-            with wrong.of(f"rewards.{n}.function"):
-                if itself is None and ":" not in one.function:
-                    rewards.append(find_builtin(one, offered, tokenizer))
-                    continue
-                if itself is not None:
-                    signature = read_signature(itself.function, name, one.args, offered)
-                else:
-                    unusable.add(hosts[n])
-                    described = hosts[n].describe(one.function, one.name or one.function.rpartition(":")[2], one.args, offered)
-                    unusable.discard(hosts[n])
-                    signature = _signature(described)
-                reward = Reward(
-                    name=name,
-                    weight=float(one.weight),
-                    spec=one.function,
-                    signature=signature,
-                    arguments=dict(one.args),
-                    timeout=one.timeout,
-                    live=itself,
-                )
-                rewards.append(reward)
+        rewards = _found(entries, names, hosts, offered, tokenizer, wrong)
         with wrong.of("verdict"):
             verdict = verdict_of([one for one, _ in entries], verdict)
             if verdict is not None and verdict not in names:
                 raise ConfigError(f"verdict: there is no reward {verdict!r}; the rewards are {', '.join(names)}")
         wrong.settle()
-        return Rewards(rewards, offered, {names[n]: host for n, host in hosts.items()}, verdict)
     except BaseException:
         for host in hosts.values():
             host.kill()
         raise
+    here = {one.function: live.function for one, live in entries if live is not None and live.runs == "here"}
+    return Rewards(rewards, offered, {names[place]: host for place, host in hosts.items()}, verdict, here)
 
 
-def _bound(one: RewardSettings | LiveReward, place: int) -> RewardSettings | LiveReward:
-    """An entry of a recipe; with the function itself where it is a `Live` name."""
-    if isinstance(one, LiveReward) or not one.function.startswith(LIVE):
-        return one
-    if not isinstance(one.function, Live):
-        raise missing(one.function, f"rewards.{place}.function")
-    live: LiveReward = one.function.value
-    return replace(live, weight=one.weight, name=one.name or live.name, args=one.args, timeout=one.timeout)
+Entry = tuple[RewardSettings, LiveReward | None]
+"""A function as a recipe has it, and itself where it is an object of the program."""
 
 
-Asked = Sequence[tuple[RewardSettings, LiveReward | None]]
+def _entry(one: RewardSettings | LiveReward | Callable[..., Any], place: int) -> Entry:
+    """One of the functions that `build_rewards` takes."""
+    if isinstance(one, RewardSettings):
+        if not one.function.startswith(LIVE):
+            return one, None
+        if not isinstance(one.function, Live):
+            raise missing(one.function, f"rewards.{place}.function")
+        live: LiveReward = one.function.value
+        one = replace(live, weight=one.weight, name=one.name or live.name, args=one.args, timeout=one.timeout)
+    elif not isinstance(one, LiveReward):
+        one = LiveReward(function=one)
+    return one.settings(), one
 
 
-def _hosts(entries: Asked) -> dict[int, Host]:
+def _names(entries: Sequence[Entry], wrong: Findings) -> list[str]:
+    """What each function is called in the log."""
+    names: list[str] = []
+    for place, (one, _) in enumerate(entries):
+        name = one.name or one.function.rpartition(":")[2]
+        with wrong.of(f"rewards.{place}.args"):
+            demand_values(one.args, f"rewards.{place}.args")
+        with wrong.of(f"rewards.{place}.weight"):
+            if not math.isfinite(one.weight):
+                raise ConfigError(f"the reward {name!r} has weight {one.weight}; a weight is a finite number")
+        with wrong.of(f"rewards.{place}.name"):
+            if name in names:
+                raise ConfigError(f"two reward functions have the name {name!r}; give one of them another by name:")
+        names.append(name)
+    return names
+
+
+def _found(
+    entries: Sequence[Entry],
+    names: Sequence[str],
+    hosts: Mapping[int, Host],
+    columns: Sequence[str],
+    tokenizer: Any,
+    wrong: Findings,
+) -> list[Reward]:
+    """The functions, each with what it asks for; those of a file that cannot be imported are one mistake."""
+    rewards, unusable = [], set[Host]()
+    for place, (name, (one, live)) in enumerate(zip(names, entries, strict=True)):
+        if place in hosts and hosts[place] in unusable:
+            continue
+        with wrong.of(f"rewards.{place}.function"):
+            if live is None and ":" not in one.function:
+                rewards.append(find_builtin(one, columns, tokenizer))
+                continue
+            if live is not None:
+                signature = read_signature(live.function, name, one.args, columns)
+            else:
+                unusable.add(hosts[place])
+                described = hosts[place].describe(one.function, name, one.args, columns)
+                unusable.discard(hosts[place])
+                if "wrong" in described:
+                    raise ConfigError(described["wrong"])
+                signature = Signature.of(described)
+            found = {"name": name, "weight": float(one.weight), "spec": one.function, "signature": signature}
+            rewards.append(Reward(**found, arguments=dict(one.args), timeout=one.timeout))
+    return rewards
+
+
+def _hosts(entries: Sequence[Entry]) -> dict[int, Host]:
     """The processes of functions that do not run in this one, by number.  Those of a file share one, unless they have a timeout."""
     files: dict[str, Host] = {}
     hosts: dict[int, Host] = {}
@@ -162,7 +183,7 @@ def _settled(rewards: Sequence[Reward], hosts: Mapping[str, Host]) -> dict[str, 
     plain = {hosts[reward.name] for reward in here if not reward.signature.asynchronous}
     for reward in here:
         host = hosts[reward.name]
-        if reward.live is None:
+        if host.live is None:
             if reward.signature.asynchronous:
                 host = together.setdefault(reward.spec.rpartition(":")[0], Host() if host in plain else host)
             host.specs = (*host.specs, reward.spec)
@@ -172,12 +193,6 @@ def _settled(rewards: Sequence[Reward], hosts: Mapping[str, Host]) -> dict[str, 
     for host in final.values():
         host.start()
     return final
-
-
-def _signature(described: Mapping[str, Any]) -> Signature:
-    if "wrong" in described:
-        raise ConfigError(described["wrong"])
-    return Signature.of(described)
 
 
 class Judge(Protocol):
@@ -197,7 +212,12 @@ class Rewards:
     """Reward functions and their weights.  Use it as a context manager, or call `close`, to end its workers early."""
 
     def __init__(
-        self, rewards: Sequence[Reward], columns: Collection[str], hosts: Mapping[str, Host], verdict: str | None = None
+        self,
+        rewards: Sequence[Reward],
+        columns: Collection[str],
+        hosts: Mapping[str, Host],
+        verdict: str | None = None,
+        here: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         """Use `build_rewards`."""
         self.verdict = verdict
@@ -207,7 +227,7 @@ class Rewards:
         self._hosts = _settled(self._rewards, hosts)
         self._thread: Thread | None = None
         """In which functions of the program run, where they run here: always the same, and never the main one, whoever asks."""
-        self._functions = Functions({r.spec: r.live.function for r in rewards if r.live is not None and r.live.runs == "here"})
+        self._functions = Functions(here)
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
         """How long each function took in the last call, without what a worker process takes to start."""
@@ -527,20 +547,7 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Rewa
         except Exception as error:  # whatever an object of a data row raises
             names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
             raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
-        call = RewardCall(
-            spec=reward.spec,
-            name=reward.name,
-            arguments=reward.arguments,
-            single=signature.single,
-            asynchronous=signature.asynchronous,
-            process=signature.process,
-            timeout=reward.timeout,
-            labels=labels,
-            given=payload,
-            asks=tuple(name for name in signature.asks if name in RUN_PARAMETERS and name not in reward.arguments),
-            state=state,
-        )
-        calls.append(call)
+        calls.append(RewardCall(reward=reward, labels=labels, given=payload, state=state))
     return calls
 
 
@@ -550,7 +557,7 @@ def _here(reward: Reward, batch: Completions) -> Outcome:
     began, starts = time.monotonic(), STARTS.seconds
     try:
         values = reward.function(**reward.keywords(batch), **reward.arguments)
-        value = validated(reward.name, values, batch.labels, reward.signature.process)
+        value = validated(reward, values, batch.labels)
     except Exception as error:  # an outcome like others, judged in one place
         return failed(error, began)
     return Outcome(value=value, seconds=max(0.0, time.monotonic() - began - (STARTS.seconds - starts)))

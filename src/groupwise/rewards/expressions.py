@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from groupwise.rewards.answers import MINUS, WrittenNumber
+from groupwise.rewards.answers import MINUS
 
 DEEPEST = 60
 """Brackets within brackets, exponents on exponents, fractions of fractions."""
@@ -93,19 +93,14 @@ def _braced(match: re.Match[str]) -> str:
 
 def _ascii(char: str) -> str:
     """A character of another width, a digit of another script, half a fraction; others as they are, invisible ones not at all."""
-    if char.isascii():
-        return char
     kind = unicodedata.category(char)
+    if char.isascii() or unicodedata.decomposition(char).startswith(("<sub>", "<super>")):
+        return char
     if kind in ("Cf", "Cc") or char == "\ufe0f":
         return ""
-    if kind == "Zs":
-        return " "
-    if kind == "Nd":
-        return str(unicodedata.digit(char))
-    if kind == "No" and (parts := unicodedata.normalize("NFKC", char)) and "\u2044" in parts:
-        above, below = parts.split("\u2044")
-        return rf"\frac{{{above}}}{{{below or 1}}}"
-    return unicodedata.normalize("NFKC", char) if "\uff01" <= char <= "\uff5e" else char
+    same = str(unicodedata.digit(char)) if kind == "Nd" else unicodedata.normalize("NFKC", char)
+    above, slash, below = same.partition("\u2044")
+    return rf"\frac{{{above}}}{{{below or 1}}}" if slash else same
 
 
 def _unstyled(match: re.Match[str]) -> str:
@@ -114,9 +109,41 @@ def _unstyled(match: re.Match[str]) -> str:
         return rf"\text{{{inner}}}"  # 5 m
     if len(inner) <= 1 or not any(char.isalpha() for char in inner):
         return inner
-    if inner in FUNCTIONS:
-        return f"\\{inner} "
     return rf"\text{{{inner}}}"
+
+
+class WrittenNumber(NamedTuple):
+    """An exact number as it was written."""
+
+    exact: Fraction
+    decimals: int
+    """Digits behind the point, trailing zeros aside; -1 for a fraction or a whole number."""
+
+
+def numbers_equal(gold: WrittenNumber, answer: WrittenNumber) -> bool:
+    """Whether two numbers are equal: exactly, or the one with fewer decimals is the other one rounded.
+
+    A rounded number has six decimals at least, and four correct digits beside a fraction, root or the like, six beside a decimal.
+    What differs only beyond the twelfth of fifteen digits or more is equal too: floats as tables write them.
+
+    >>> half, third, rounded, tiny = (parse(text).number for text in ("1/2", "1/3", "0.333333", "0.0000002"))
+    >>> numbers_equal(half, parse("0.50").number), numbers_equal(third, rounded), numbers_equal(third, half)
+    (True, True, False)
+    >>> numbers_equal(tiny, parse("0.0000001").number)
+    False
+    """
+    if gold.exact == answer.exact:
+        return True
+    rounded, other = sorted((gold, answer), key=lambda value: value.decimals if value.decimals >= 0 else 1 << 30)
+    size, apart = abs(other.exact), abs(gold.exact - answer.exact)
+    precise = any(value.decimals >= 0 and abs(value.exact) * 10**value.decimals >= 10**14 for value in (gold, answer))
+    if precise and apart * 10**12 <= size:
+        return True
+    if rounded.decimals < 6 or rounded.decimals == other.decimals:
+        return False
+    step = Fraction(1, 10**rounded.decimals)
+    enough = Fraction(1, 10**4) if other.decimals < 0 else Fraction(1, 10**5)
+    return 2 * apart <= step and step / 2 <= size * enough
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,7 +320,7 @@ class _Parser:
             if self._is(("sign", "!")):
                 self._next()
                 self._deeper()
-                node = _factorial(node)
+                node = Node("factorial", (node,), undone=True)
             elif self._is(("sign", "%"), ("command", "%")):
                 self._next()
                 self._deeper()
@@ -308,94 +335,43 @@ class _Parser:
         if kind == "number":
             return text
         if kind == "symbol":
-            return self._named(text)
-        if kind == "sign":
-            if text in "({[":
-                return self._group({"(": ")", "{": "}", "[": "]"}[text])
-            if text == "|":
-                inner = self.sum()
-                self._take("|")
-                return Node("abs", (inner,), inner.value and abs(inner.value), undone=True)
-            raise _Unreadable
-        return self._command(text)
+            return Node("symbol", (text,))
+        if kind == "command":
+            return self._command(text)
+        if text in "({[":
+            return self._group({"(": ")", "{": "}", "[": "]"}[text])
+        raise _Unreadable
 
     def _group(self, closing: str) -> Node:
         inner = self.sum()
         self._take(closing)
         return inner
 
-    def _named(self, name: str) -> Node:
-        """A symbol with its index."""
-        if self._is(("sign", "_")):
-            self._next()
-            index = self._braced() if self._is(("sign", "{")) else str(self._raw())
-            name = f"{name}_{index}"
-        return Node("symbol", (name,))
-
-    def _raw(self) -> str:
-        if self.at is None or self.at[0] not in ("number", "symbol"):
-            raise _Unreadable
-        kind, text = self._next()  # type: ignore[misc]
-        return str(text.value) if kind == "number" else text
-
-    def _braced(self) -> str:
-        """What stands in braces, as text."""
-        self._take("{")
-        written = []
-        while not self._is(("sign", "}")):
-            written.append(self._raw() if self.at is None or self.at[0] != "sign" else self._next()[1])  # type: ignore[index]
-        self._take("}")
-        return "".join(written)
-
     def _argument(self) -> Node:
         """Of a command: a group, or one token."""
         self._deeper()
-        try:
-            return self._one_argument()
-        finally:
-            self._depth -= 1
-
-    def _one_argument(self) -> Node:
-        if self._is(("sign", "{")):
-            self._next()
-            return self._group("}")
-        return self._atom()
+        node = self._atom()
+        self._depth -= 1
+        return node
 
     def _command(self, name: str) -> Node:
         if name == "frac":
             return _quotient(self._argument(), self._argument())
-        if name == "binom":
-            return Node("binom", (self._argument(), self._argument()), undone=True)
         if name == "sqrt":
             index = Node("number", value=Fraction(2), literal=True)
             if self._is(("sign", "[")):
                 self._next()
                 index = self._group("]")
-            return _root(self._argument(), index)
+            inner = self._argument()
+            return Node("root", (inner, index), undone=inner.undone)
         if name in GREEK:
-            return self._named(name)
+            return Node("symbol", (name,))
         if name == "{":
             inner = self.sum()
             if self._next() != ("command", "}"):
                 raise _Unreadable
             return inner
-        if name in FUNCTIONS or name == "abs":
-            return self._call(name)
         raise _Unreadable
-
-    def _call(self, name: str) -> Node:
-        extras: list[Node] = []
-        while self._is(("sign", "^"), ("sign", "_")):
-            mark = self._next()
-            extras.append(Node(mark[1], (self._argument(),)))  # type: ignore[index]
-        if self._is(("sign", "{"), ("sign", "(")):
-            argument = self._postfix(self._atom())
-        else:
-            factors = [self._power()]
-            while self.at is not None and self._starts() and self.at[0] != "sign" and self.at[1] not in FUNCTIONS:
-                factors.append(self._power())
-            argument = _product(factors)
-        return Node("call", (name, argument, *extras), undone=argument.undone or any(extra.args[0].undone for extra in extras))
 
 
 def _tokens(text: str) -> Iterator[tuple[str, Any]]:
@@ -425,8 +401,6 @@ def _repeating(match: re.Match[str]) -> str:
 def _literal(digits: str, exponent: int = 0) -> Node:
     whole, _, behind = digits.partition(".")
     behind = behind.rstrip("0")
-    if len(digits) > 1000:
-        raise _Unreadable
     value = Fraction(int((whole or "0") + behind), 10 ** len(behind)) * Fraction(10) ** exponent
     return Node("number", value=value, decimals=_decimals(len(behind), exponent), literal=True)
 
@@ -451,9 +425,7 @@ def _sum(terms: list[Node]) -> Node:
         return terms[0]
     values = [term.value for term in terms]
     undone = any(term.undone for term in terms) or sum(value is not None for value in values) > 1
-    total = None
-    if None not in values and len(values) <= 100:
-        total = _small(sum(values, Fraction(0)))  # type: ignore[arg-type]
+    total = None if None in values else _small(sum(values, Fraction(0)))  # type: ignore[arg-type]
     return Node("sum", tuple(terms), total, undone=undone)
 
 
@@ -461,9 +433,7 @@ def _product(factors: list[Node]) -> Node:
     if len(factors) == 1:
         return factors[0]
     values = [factor.value for factor in factors]
-    value = None
-    if None not in values and len(values) <= 100:
-        value = _small(math.prod(values, start=Fraction(1)))  # type: ignore[arg-type]
+    value = None if None in values else _small(math.prod(values, start=Fraction(1)))  # type: ignore[arg-type]
     first, last = factors[0], factors[-1]
     if len(factors) == 2 and first.kind == "number" and last.kind == "power" and last.args[0].value == 10 and value is not None:
         return Node("number", value=value, decimals=_decimals(max(first.decimals, 0), int(last.args[1].value)), literal=True)
@@ -483,46 +453,8 @@ def _quotient(above: Node, below: Node) -> Node:
 
 def _power(base: Node, exponent: Node) -> Node:
     value, by = None, exponent.value
-    if base.value is not None and by is not None:
-        if by.denominator == 1 and (base.value or by > 0):
-            bits = max(base.value.numerator.bit_length(), base.value.denominator.bit_length())
-            value = base.value ** int(by) if abs(by) * bits <= LARGEST else None
-        elif base.value > 0 and by.denominator <= 64:
-            root = _exact_root(base.value, by.denominator)
-            bits = 0 if root is None else max(root.numerator.bit_length(), root.denominator.bit_length())
-            value = root**by.numerator if root is not None and abs(by.numerator) * bits <= LARGEST else None
-    undone = base.undone or exponent.undone or (value is not None and by is not None and by.denominator > 1)
+    if base.value is not None and by is not None and by.denominator == 1 and (base.value or by > 0):
+        bits = max(base.value.numerator.bit_length(), base.value.denominator.bit_length())
+        value = base.value ** int(by) if abs(by) * bits <= LARGEST else None
+    undone = base.undone or exponent.undone
     return Node("power", (base, exponent), value, undone=undone)
-
-
-def _root(inner: Node, index: Node) -> Node:
-    value = None
-    if inner.value is not None and index.value is not None and index.value.denominator == 1 and 2 <= index.value <= 64:
-        value = _exact_root(inner.value, int(index.value))
-    return Node("root", (inner, index), value, undone=inner.undone or index.undone or value is not None)
-
-
-def _factorial(node: Node) -> Node:
-    value = node.value
-    if value is not None:
-        value = Fraction(math.factorial(int(value))) if value.denominator == 1 and 0 <= value <= 500 else None
-    return Node("factorial", (node,), value, undone=True)
-
-
-def _exact_root(value: Fraction, index: int) -> Fraction | None:
-    """The rational root, None if there is none."""
-    if value < 0:
-        root = _exact_root(-value, index) if index % 2 else None
-        return None if root is None else -root
-    parts = [_whole_root(part, index) for part in (value.numerator, value.denominator)]
-    return None if parts[0] is None or parts[1] is None else Fraction(parts[0], parts[1])
-
-
-def _whole_root(number: int, index: int) -> int | None:
-    if number.bit_length() > LARGEST:
-        return None
-    low, high = 0, 1 << (number.bit_length() // index + 1)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if middle**index < number else (low, middle)
-    return low if low**index == number else None

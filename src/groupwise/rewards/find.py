@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from groupwise.config.settings import RewardSettings
-from groupwise.errors import ConfigError, RewardError
+from groupwise.errors import ConfigError
 from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
 from groupwise.rewards.step_rewards import ProcessReward
-from groupwise.rewards.trainer_state import RUN_PARAMETERS
-from groupwise.rewards.user_functions import NO_COLUMN, OFFERED, SINGULAR, Signature, asynchronous, listed, read_signature
+from groupwise.rewards.user_functions import NO_COLUMN, Reward, asynchronous, listed, read_signature
 from groupwise.utils.spelling import nearest
 
 
@@ -48,56 +47,6 @@ class Completions:
 
     def __len__(self) -> int:
         return len(self.texts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reward:
-    """A reward function that has been found and whose signature the data can satisfy."""
-
-    name: str
-    weight: float
-    spec: str
-    signature: Signature
-    arguments: Mapping[str, Any]
-    """Fixed keyword arguments."""
-    function: Callable[..., Any] | None = None
-    """Built-ins that run in this process: the function itself.  None: it is called elsewhere, by its `spec`."""
-    gold: str | None = None
-    """The column behind `gold`, for built-ins that compare with one."""
-    builtin: bool = False
-    """It reads the text of prompts and completions, whatever the rows hold."""
-    model: bool = False
-    """It reads the messages that the policy's chat template was given."""
-    timeout: float | None = None
-    """Seconds of one call: of a completion where it takes one, else of all that are scored at once."""
-    live: LiveReward | None = None
-    """Where the function was given itself."""
-
-    def keywords(self, batch: Completions) -> dict[str, Any]:
-        """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
-        keywords: dict[str, Any] = {}
-        for name in self.signature.asks:
-            if name in self.arguments or name in RUN_PARAMETERS:
-                continue
-            wanted = SINGULAR.get(name, name) if self.signature.single else name
-            if wanted == "gold" and self.gold is not None:
-                keywords[name] = list(batch.columns[self.gold])
-            elif self.builtin and wanted in ("prompts", "completions"):
-                keywords[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
-            elif self.model and wanted == "prompts" and batch.prompt_messages is not None:
-                keywords[name] = [chat or text for chat, text in zip(batch.prompt_messages, batch.prompts, strict=True)]
-            elif self.builtin and wanted == "completion_ids" and batch.written_ids is not None:
-                keywords[name] = list(batch.written_ids)
-            elif wanted in OFFERED:
-                value = getattr(batch, wanted)
-                if value is None and (name not in self.signature.named or name in self.signature.optional):
-                    continue  # its **keywords would have taken it, or its default stands
-                if value is None:
-                    raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
-                keywords[name] = list(value)
-            else:
-                keywords[name] = list(batch.columns[wanted])
-        return keywords
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,14 +88,6 @@ class LiveReward:
                 f"the reward {name!r} runs in this process and cannot be stopped: leave timeout out, or let it run 'fork'"
             )
         return RewardSettings(function=f"live:{name}", weight=self.weight, name=name, args=self.args, timeout=self.timeout)
-
-
-def check_name(settings: RewardSettings) -> str:
-    """Its name in the log.  Raises ConfigError for a weight that is not finite."""
-    name = settings.name or settings.function.rpartition(":")[2]
-    if not math.isfinite(settings.weight):
-        raise ConfigError(f"the reward {name!r} has weight {settings.weight}; a weight is a finite number")
-    return name
 
 
 def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: Any = None) -> Reward:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from groupwise.errors import ConfigError
 from groupwise.rewards.returned import validated
 from groupwise.rewards.step_rewards import ProcessReward
-from groupwise.rewards.trainer_state import Notes, TrainerState
-from groupwise.rewards.user_functions import find_named, read_signature
+from groupwise.rewards.trainer_state import RUN_PARAMETERS, Notes, TrainerState
+from groupwise.rewards.user_functions import Reward, find_named, read_signature
 from groupwise.utils.process_main import described
 
 if TYPE_CHECKING:
@@ -33,21 +33,16 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None))
 class RewardCall:
     """One call of a reward function: on one completion, or on all of them."""
 
-    spec: str
-    name: str
-    arguments: Mapping[str, Any]
-    single: bool
-    """True: on one completion."""
-    asynchronous: bool
-    process: bool
-    timeout: float | None
-    """Seconds that an asynchronous call may take before it is cancelled; calls of others are ended from outside."""
+    reward: Reward
     labels: Sequence[str]
     given: bytes
     """Pickle of the keyword arguments: values of the one completion, or lists with an entry per completion."""
-    asks: tuple[str, ...] = ()
-    """Of `trainer_state.RUN_PARAMETERS`."""
     state: TrainerState = field(default_factory=TrainerState)
+
+    @property
+    def single(self) -> bool:
+        """True: on one completion."""
+        return self.reward.signature.single
 
     def notes(self) -> Notes:
         """What it logs into."""
@@ -55,13 +50,14 @@ class RewardCall:
 
     def keywords(self, notes: Notes) -> dict[str, Any]:
         """Keyword arguments, nothing in them shared between completions; fixed arguments are copies."""
-        given = pickle.loads(self.given)
+        given, fixed = pickle.loads(self.given), copy.deepcopy(dict(self.reward.arguments))
         columns = given if self.single else {name: unshared(values) for name, values in given.items()}
-        return columns | copy.deepcopy(dict(self.arguments)) | notes.given(self.asks, self.state)
+        asks = [name for name in self.reward.signature.asks if name in RUN_PARAMETERS and name not in fixed]
+        return columns | fixed | notes.given(asks, self.state)
 
     def ended(self, returned: Any, notes: Notes, began: float) -> dict[str, Any]:
-        """The answer of a call that returned `found`.  Raises RewardError for what is no reward."""
-        values = validated(self.name, [returned] if self.single else returned, self.labels, self.process)
+        """The answer of a call that has come to its end.  Raises RewardError for what is no reward."""
+        values = validated(self.reward, [returned] if self.single else returned, self.labels)
         return {"values": values, "notes": notes.as_json(), "seconds": time.monotonic() - began}
 
 
@@ -119,7 +115,7 @@ class Functions:
 
     def run(self, calls: Sequence[RewardCall]) -> Iterator[dict[str, Any] | None]:
         """The answers to calls: the asynchronous ones are made side by side, then the others in order."""
-        waiting = [call for call in calls if call.asynchronous]
+        waiting = [call for call in calls if call.reward.signature.asynchronous]
         if waiting and self._side_by_side is None:
             from groupwise.rewards.asynchronous import SideBySide  # most workers call no asynchronous function
 
@@ -127,12 +123,12 @@ class Functions:
         together = self._side_by_side.run(waiting) if waiting and self._side_by_side is not None else []
         failed, known = any(answer is not None and "error" in answer for answer in together), iter(together)
         for call in calls:
-            answer = next(known) if call.asynchronous else None if failed else self._plain(call)
+            answer = next(known) if call.reward.signature.asynchronous else None if failed else self._plain(call)
             failed = failed or (answer is not None and "error" in answer)
             yield answer
 
     def _inner(self, call: RewardCall) -> Callable[..., Any]:
-        function = self.find(call.spec)
+        function = self.find(call.reward.spec)
         return function.function if isinstance(function, ProcessReward) else function
 
     def _plain(self, call: RewardCall) -> dict[str, Any]:

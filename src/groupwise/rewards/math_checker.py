@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupwise.errors import RewardError
-from groupwise.rewards.answers import LONGEST_ANSWER, numbers_equal, read_number
-from groupwise.rewards.verdicts import Undecided, decide, form_of, is_words
+from groupwise.rewards.answers import LONGEST_ANSWER
+from groupwise.rewards.verdicts import Undecided, decide, form_of
 from groupwise.utils.processes import Died, NotStarted, Pool
 
 CPU_SECONDS = 2.0
@@ -75,16 +75,13 @@ class Checker:
 
     def recompute(self, golds: Sequence[str]) -> list[float | None]:
         """Whether each gold equals itself, by computation and not by its text; None if it cannot be read or compared in time."""
-        unread = list(
-            dict.fromkeys(g for g in golds if g.strip() and len(g) <= LONGEST_GOLD and read_number(g) is None and not is_words(g))
-        )
         # Equal expressions are recognised without evaluating them, so a gold has to survive a comparison with a 1 too.
-        outcomes = self._outcomes([(gold, other) for gold in unread for other in (form_of(gold).text, "1")])
-        verdicts = {
-            gold: same if isinstance(same, float) and isinstance(other, float) else None
-            for gold, same, other in zip(unread, outcomes[::2], outcomes[1::2], strict=True)
-        }
-        return [verdicts[g] if g in verdicts else None if read_number(g) is None else 1.0 for g in golds]
+        pairs = [(gold, other) for gold in dict.fromkeys(golds) for other in (form_of(gold).text, "1")]
+        known = {pair: _by_rules(*pair) for pair in pairs}
+        unknown = [pair for pair, verdict in known.items() if verdict is _UNKNOWN]
+        known |= dict(zip(unknown, self._outcomes(unknown), strict=True))
+        of_gold = {gold: (known[gold, form_of(gold).text], known[gold, "1"]) for gold in golds}
+        return [of_gold[g][0] if all(isinstance(one, float) for one in of_gold[g]) else None for g in golds]
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Any]:
         """What the comparisons gave, or raised.  One that died or met the wall clock is made again: memory or a machine that stood
@@ -104,20 +101,11 @@ class Checker:
 
     def _at_once(self, gold: str, answer: str | None) -> Any:
         """The verdict where no sympy is needed, `_UNKNOWN` where it is."""
-        if not gold.strip() or len(gold) > LONGEST_GOLD:
-            return None
-        if answer is not None and "/" not in answer and "\\f" not in answer:  # 48/2 is no number yet
-            first, second = read_number(gold), read_number(answer)
-            if first is not None and second is not None:
-                return float(numbers_equal(first, second))
-        if is_words(gold):
-            return None
+        verdict = _by_rules(gold, answer)
+        if verdict is not _UNKNOWN:
+            return verdict
         if answer is not None and gold.strip() == answer.strip():
             return 1.0
-        try:
-            return decide(gold, answer)
-        except Undecided:
-            pass
         with self._lock:
             return self._cache.get((gold, answer), _UNKNOWN)
 
@@ -126,6 +114,16 @@ class Checker:
             self._cache.update(known)
             while len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
+
+
+def _by_rules(gold: str, answer: str | None) -> Any:
+    """The verdict of our own rules, `_UNKNOWN` where they have none."""
+    if len(gold) > LONGEST_GOLD:
+        return None
+    try:
+        return decide(gold, answer)
+    except Undecided:
+        return _UNKNOWN
 
 
 _shared: Checker | None = None

@@ -16,6 +16,7 @@ from groupwise.rewards.step_rewards import checked_steps
 
 if TYPE_CHECKING:
     from groupwise.rewards.calls import Outcome
+    from groupwise.rewards.user_functions import Reward
 
 LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """A reward beyond this is taken for an accident: single precision cannot hold it."""
@@ -59,11 +60,9 @@ def described(labels: Sequence[str]) -> str:
 # ----------------------------------------------------------------------------------------------------------- checking
 
 
-def validated(name: str, values: Any, labels: Sequence[str], process: bool) -> list[Any]:
+def validated(reward: Reward, values: Any, labels: Sequence[str]) -> list[Any]:
     """What a function returned, checked: numbers, or steps of a process reward.  Raises RewardError."""
-    if process:
-        return checked_steps(name, values, labels)
-    return checked(name, values, labels)
+    return (checked_steps if reward.signature.process else checked)(reward.name, values, labels)
 
 
 def checked(name: str, values: Any, labels: Sequence[str]) -> list[float | None]:

@@ -10,12 +10,15 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.trainer_state import RUN_PARAMETERS
 from groupwise.utils.imports import imported
+
+if TYPE_CHECKING:
+    from groupwise.rewards.find import Completions
 
 OFFERED = (
     "prompts",
@@ -66,10 +69,58 @@ class Signature:
         return cls(**typed)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """A reward function that has been found and whose signature the data can satisfy."""
+
+    name: str
+    weight: float
+    spec: str
+    signature: Signature
+    arguments: Mapping[str, Any]
+    """Fixed keyword arguments."""
+    function: Callable[..., Any] | None = None
+    """Built-ins that run in this process: the function itself.  None: it is called elsewhere, by its `spec`."""
+    gold: str | None = None
+    """The column behind `gold`, for built-ins that compare with one."""
+    builtin: bool = False
+    """It reads the text of prompts and completions, whatever the rows hold."""
+    model: bool = False
+    """It reads the messages that the policy's chat template was given."""
+    timeout: float | None = None
+    """Seconds of one call: of a completion where it takes one, else of all that are scored at once."""
+
+    def keywords(self, batch: Completions) -> dict[str, Any]:
+        """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
+        keywords: dict[str, Any] = {}
+        for name in self.signature.asks:
+            if name in self.arguments or name in RUN_PARAMETERS:
+                continue
+            wanted = SINGULAR.get(name, name) if self.signature.single else name
+            if wanted == "gold" and self.gold is not None:
+                keywords[name] = list(batch.columns[self.gold])
+            elif self.builtin and wanted in ("prompts", "completions"):
+                keywords[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
+            elif self.model and wanted == "prompts" and batch.prompt_messages is not None:
+                keywords[name] = [chat or text for chat, text in zip(batch.prompt_messages, batch.prompts, strict=True)]
+            elif self.builtin and wanted == "completion_ids" and batch.written_ids is not None:
+                keywords[name] = list(batch.written_ids)
+            elif wanted in OFFERED:
+                value = getattr(batch, wanted)
+                if value is None and (name not in self.signature.named or name in self.signature.optional):
+                    continue  # its **keywords would have taken it, or its default stands
+                if value is None:
+                    raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
+                keywords[name] = list(value)
+            else:
+                keywords[name] = list(batch.columns[wanted])
+        return keywords
+
+
 def find_named(spec: str, kind: str, objects: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
     """What is behind `module:name` or `path/to/file.py:name`.   kind: what it is called in messages.
 
-    given: objects for specs that name no file.
+    objects: what specs name that stand for no file.
     Modules are those that are installed, or lie in the working directory; files must lie in the working directory (a recipe from
     elsewhere cannot name code from anywhere).  Raises ConfigError.
     """

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from groupwise.rewards.answers import LONGEST_ANSWER, QUOTES, clause, numbers_equal, statement
-from groupwise.rewards.expressions import DEEPEST, NAMES, Node, parse, plain
+from groupwise.rewards.answers import LONGEST_ANSWER, QUOTES, clause, statement
+from groupwise.rewards.expressions import DEEPEST, NAMES, Node, numbers_equal, parse, plain
 from groupwise.rewards.units import units_differ, without_unit
 
 MOST_PARTS = 40
@@ -147,7 +147,7 @@ def _without_fonts(text: str) -> str:
 
 def _in_words(text: str) -> bool:
     """Whether a gold, apart from LaTeX's text, is written in words: a number with its unit, and `a x + b`, are not."""
-    parts = _parts(text, _LISTING)
+    parts = _members(text)
     for part in parts:
         part = _labelled(part)[1]
         quantity = _quantity(part)
@@ -163,7 +163,7 @@ def _in_words(text: str) -> bool:
 
 def _latex_words(text: str) -> bool:
     """Whether a gold holds LaTeX's text that is neither a unit nor "and"."""
-    for part in _parts(text, _LISTING):
+    for part in _members(text):
         part = _labelled(part)[1]
         if _TEXT.search(_quantity(part).rest):
             return True
@@ -218,8 +218,6 @@ _LISTING = re.compile(
     rf"{_BRACKET}|(?P<mark>,?\s*\\text\{{\s*,?\s*(?:and|or)\s*,?\s*\}}|,?\s*(?<![^\W\d_])(?:and|or)(?![^\W\d_])|\\lor(?![a-zA-Z])|;"
     r"|,(?:\s*(?:and|or)(?![^\W\d_]))?|\n)"
 )
-_SEMICOLON = re.compile(rf"{_BRACKET}|(?P<mark>;)")
-_UNION = re.compile(rf"{_BRACKET}|(?P<mark>\\cup(?![A-Za-z]))")
 _RELATION = re.compile(
     rf"{_BRACKET}|(?P<mark>\\(?:le|ge|lt|gt|ne|neq|approx|equiv|implies|Rightarrow|to|rightarrow)(?![A-Za-z])|<=|>=|!=|==|=|<|>)"
 )
@@ -229,7 +227,6 @@ _SIGNS = {r"\lt": "<", r"\gt": ">", "<=": r"\le", ">=": r"\ge", "!=": r"\ne", r"
 _SIGNS |= dict.fromkeys([r"\implies", r"\Rightarrow", r"\to", r"\rightarrow"], "=")
 _MIRRORED = {"=": "=", r"\ne": r"\ne", r"\equiv": r"\equiv", "<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _MEMBER = re.compile(r"^[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*")
-_MATRIX = re.compile(r"([(\[|]?)\s*\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\2\}\s*[)\]|]?", re.DOTALL)
 _INDEX = re.compile(r"_(?:\{[^{}]*\}|\w)|(?<=[A-Za-z}])\([^()]*\)|\^\{?-1\}?|\\text\{[^{}]*\}")
 _NOT_IN_A_NAME = re.compile(r"[-\d+*^<>=]")
 
@@ -251,11 +248,11 @@ def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
     return ([text], []) if depth else ([*parts, text[begin:].strip()], marks)
 
 
-def _parts(text: str, pattern: re.Pattern[str]) -> list[str]:
+def _members(text: str) -> list[str]:
     """The members of a list without brackets, where commas between thousands do not part them."""
-    if pattern is _LISTING and "," in text:
+    if "," in text:
         text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
-    return [part for part in _split(text, pattern)[0] if part] or [text]
+    return [part for part in _split(text, _LISTING)[0] if part] or [text]
 
 
 @dataclass(frozen=True)
@@ -263,30 +260,21 @@ class AnswerShape:
     """What an answer is made of."""
 
     kind: str
-    """scalar, list, set, tuple, union, matrix, relation."""
+    """scalar, list, set, tuple, relation."""
     parts: tuple[str, ...]
     marks: tuple[str, ...] = ()
-    """The brackets of a tuple, the signs of a relation, the columns of a matrix."""
+    """The brackets of a tuple, the signs of a relation."""
 
 
 @lru_cache(maxsize=8192)
 def shape_of(text: str) -> AnswerShape:
     """How a text is put together, from the outside."""
     text = _MEMBER.sub("", text.strip())
-    matrix = _MATRIX.fullmatch(text)
-    if matrix and (matrix[1] or matrix[2] != "array"):
-        rows = [[cell.strip() for cell in row.split("&")] for row in matrix[3].split("\\\\") if row.strip()]
-        return AnswerShape("matrix", tuple(cell for row in rows for cell in row), tuple(str(len(row)) for row in rows))
-    for listing in (_SEMICOLON, _LISTING):
-        members = _parts(text, listing)
-        if len(members) > 1:
-            return AnswerShape("list", tuple(members))
+    if len(members := _members(text)) > 1:
+        return AnswerShape("list", tuple(members))
     sides, signs = _split(text, _RELATION)
     if signs:
         return AnswerShape("relation", tuple(sides), tuple(_SIGNS.get(sign, sign) for sign in signs))
-    pieces = _parts(text, _UNION)
-    if len(pieces) > 1:
-        return AnswerShape("union", tuple(pieces))
     return _bracketed(text)
 
 
@@ -302,8 +290,6 @@ def _bracketed(text: str) -> AnswerShape:
             if len(members) > 1:
                 marks = ("(", ")") if opening == "\\langle" else (opening, closing)
                 return AnswerShape(kind, tuple(members), marks)
-            if kind == "set" and members == [inner] and "\\{" not in inner:
-                return shape_of(inner)  # a set of one
     if "\\pm" in text and text.count("\\pm") == 1:
         plus, minus = text.replace("\\pm", "+"), text.replace("\\pm", "-")
         return AnswerShape("list", (plus.lstrip("+ "), minus))
@@ -372,10 +358,6 @@ def _equal(gold: str, answer: str, library: Library) -> bool:
         return brackets and len(g.parts) == len(a.parts) and all(map(_equal, g.parts, a.parts, [library] * len(g.parts)))
     if {g.kind, a.kind} == {"set", "tuple"}:
         return False
-    if g.kind == a.kind == "matrix":
-        return g.marks == a.marks and all(map(_equal, g.parts, a.parts, [library] * len(g.parts)))
-    if g.kind == a.kind == "union" and len(g.parts) == len(a.parts) and _unordered(g.parts, a.parts, library):
-        return True
     return a.kind != "scalar" and _by_library(gold, answer, library)
 
 
@@ -391,10 +373,6 @@ def _interval(shape: AnswerShape) -> AnswerShape:
     brackets = {("<", 0): "(", ("<", 1): ")", (r"\le", 0): "[", (r"\le", 1): "]"}
     if len(parts) == 3 and _is_name(parts[1]):
         return AnswerShape("tuple", (parts[0], parts[2]), (brackets[marks[0], 0], brackets[marks[1], 1]))
-    if len(parts) == 2 and _is_name(parts[0]):
-        return AnswerShape("tuple", ("-\\infty", parts[1]), ("(", brackets[marks[0], 1]))
-    if len(parts) == 2 and _is_name(parts[1]):
-        return AnswerShape("tuple", (parts[0], "\\infty"), (brackets[marks[0], 0], ")"))
     return shape
 
 
@@ -419,7 +397,7 @@ def _relations_equal(gold: str, g: AnswerShape, answer: str, a: AnswerShape, lib
         if a.kind != "relation":
             return _equal(value, answer, library)
         other, side = _labelled(answer)
-        if other is not None and (_bare(name) == _bare(other) or "text" in name + other):
+        if other is not None and (name == other or "text" in name + other):
             if _equal(value, side, library):
                 return True
         elif other is None and set(a.marks) == {"="} and _value_of(a.parts[0]):
@@ -427,11 +405,6 @@ def _relations_equal(gold: str, g: AnswerShape, answer: str, a: AnswerShape, lib
         return not constant and _by_library(gold, answer, library)
     if set(g.marks) == {"="} and _value_of(g.parts[0]) and not _symbols(g.parts[-1]):
         return _equal(g.parts[-1], answer, library)
-    if a.kind == "relation" and len(a.parts) == len(g.parts):
-        mirrored = tuple(_MIRRORED.get(sign, "") for sign in reversed(a.marks))
-        for parts, marks in ((a.parts, a.marks), (a.parts[::-1], mirrored)):
-            if marks == g.marks and all(map(_equal, g.parts, parts, [library] * len(parts))):
-                return True
     return a.kind != "scalar" and _by_library(gold, answer, library)
 
 
@@ -440,10 +413,6 @@ def _contradictory(sides: Sequence[str]) -> bool:
     nodes = [parse(side) for side in sides]
     values = [node.value for node in nodes if node is not None and node.value is not None]
     return any(abs(value - values[-1]) * 100 > abs(values[-1]) for value in values)
-
-
-def _bare(name: str) -> str:
-    return re.sub(r"[\s{}\\]", "", name)
 
 
 def _value_of(text: str) -> bool:
