@@ -179,7 +179,7 @@ def test_gsm8k_runs_its_whole_path(checkpoint: Path, gsm8k: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sums", "json", "words"])
+@pytest.mark.parametrize("name", ["sums", "json", "words", "tools", "hints"])
 def test_the_recipes_of_a_chat_model_run_and_show_their_answers(
     name: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,8 +195,22 @@ def test_the_recipes_of_a_chat_model_run_and_show_their_answers(
     run(ROOT / f"recipes/smollm2-{name}.yaml", tmp_path, [f"model.path={checkpoint}", *small])
     assert {"eval/greedy", "eval/pass@2"} <= set(steps_of(tmp_path / f"runs/smollm2-{name}")[-1])
     assert main(["examples", str(tmp_path / f"runs/smollm2-{name}"), "-n", "3"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("before training  reward") == shown.count("step 2           reward") == 3
+    head, _, *rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert head == ["prompt", "reward", "before", "training", "reward", "step", "2"]
+    assert len(rows) == 3
+
+
+@pytest.mark.slow
+def test_a_chat_model_learns_from_pairs(checkpoint: Path, tmp_path: Path) -> None:
+    """SFT, reward model and GRPO of smollm2-preference with another model in its place."""
+    few = [f"stages.{stage}.steps=2" for stage in ("sft", "reward", "grpo")]
+    few += [f"stages.{stage}.optimizer.warmup_steps=0" for stage in ("sft", "reward")]
+    few += ["stages.grpo.group.prompts_per_step=2", "stages.grpo.group.group_size=3", "stages.grpo.rollout.max_new_tokens=8"]
+    small = [f"model.path={checkpoint}", "data.limit=32", "data.eval_limit=4", "eval.k=2", *few]
+    run(ROOT / "recipes/smollm2-preference.yaml", tmp_path, small)
+    assert {"eval/rewards/reward", "eval/rewards/friendly", "eval/rewards/right"} <= set(
+        steps_of(tmp_path / "runs/smollm2-preference/grpo")[-1]
+    )
 
 
 @pytest.mark.slow

@@ -26,6 +26,11 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print each prompt with an answer drawn at the first evaluation and one drawn at the last, and what each earned."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    from groupwise.runs.progress import make_console
     from groupwise.runs.recorded import EVALUATIONS, steps, table
     from groupwise.runs.run_files import RunFiles
 
@@ -38,10 +43,11 @@ def run(options: argparse.Namespace) -> int:
     first, last = ({row["prompt_id"]: row for row in reversed(side)} for side in rows)
     shared = [prompt for prompt in reversed(last) if prompt in first][: options.count]
     before = "before training" if ends[0] == 0 else f"step {ends[0]}"
+    answers = Table("prompt", "reward", before, "reward", f"step {ends[1]}", box=SIMPLE_HEAD, pad_edge=False)
     for prompt in shared:
-        print(f"\n{_question(first[prompt])}")
-        for label, row in ((before, first[prompt]), (f"step {ends[1]}", last[prompt])):
-            print(f"  {label:16} reward {row['reward']:<5.3g} {_short(row['completion_text'])}")
+        sides = [(f"{row['reward']:.3g}", _short(row["completion_text"])) for row in (first[prompt], last[prompt])]
+        answers.add_row(*map(Text, (_question(first[prompt]), *sides[0], *sides[1])))
+    make_console().print(answers)
     return 0
 
 
