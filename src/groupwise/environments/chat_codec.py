@@ -1,9 +1,5 @@
 """Chat messages to token ids and back: for tools and environments, and for clients that repeat the whole conversation with every
 request.
-
-What the policy wrote is never tokenised again: an assistant's message that a client repeats is recognised and replaced by the ids
-that were sampled; the messages since then are appended as the chat template's suffix (`data.turns`).  A conversation that repeats
-nothing, or changes what it repeats, is rendered from where it differs.
 """
 
 from __future__ import annotations
@@ -15,16 +11,15 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from groupwise.data.rendering import Chat, Refusal, shown_template
 from groupwise.data.templates import Schemas, Template, unmarked
 from groupwise.data.turns import Suffix, Turns
-from groupwise.environments.conversation import Stream
-from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, message_key
-from groupwise.environments.tool_calls import ParsedCall, ParsedTurn, form_of, opens_thinking, read_turn, split_thinking
+from groupwise.environments.requests import ChatRequest, Refused, SampledTokens
+from groupwise.environments.tool_calls import ParsedCall, ParsedTurn, form_of, read_turn, split_thinking
 from groupwise.errors import DataError
 from groupwise.records import Finish
 
@@ -172,58 +167,3 @@ class ChatCodec:
             ]
         reason = "tool_calls" if calls else "length" if sampled.finish is Finish.LENGTH else "stop"
         return ChatResponse(message, parsed, reason)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ServedTurn:
-    """A turn that was served."""
-
-    keys: tuple[str, ...]
-    """Of the messages up to the turn's own."""
-    setting: str
-    turn: int
-    """Its number."""
-
-
-class ServedTurns:
-    """The turns of one episode, as its client will repeat them.  It may be used by several threads at once."""
-
-    def __init__(self, codec: ChatCodec, stream: Stream, past: Literal["keep", "split"] = "keep") -> None:
-        """past: where the chat template writes earlier turns otherwise than they were sampled, `keep` what was sampled, or `split`:
-        go on behind what the template writes."""
-        self.codec, self.stream, self.past = codec, stream, past
-        self._served: list[_ServedTurn] = []
-
-    def render(self, request: ChatRequest) -> RenderedRequest:
-        """What a request's turn is drawn behind.  Raises Refused where the chat template has no text for it."""
-        served = self._recognised(request)
-        if served is not None:
-            new, ids = request.messages[len(served.keys) :], self.stream.through(self.stream.turns[served.turn])
-            try:
-                tokens, text = self.codec.follow(request, int(ids[-1]), new)
-            except DataError:  # messages that no suffix begins with; what is wrong with others, the whole conversation tells
-                pass
-            else:
-                ids = np.concatenate([ids, tokens])
-                if self.past == "split":
-                    whole, text = self.codec.render(request)
-                    ids = ids if text == self.codec.decode(ids) else whole
-                return RenderedRequest(ids, opens_thinking(text), new, served.turn)
-        tokens, text = self.codec.render(request)
-        return RenderedRequest(tokens, opens_thinking(text), request.messages, None)
-
-    def respond(self, request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens, stop: Sequence[str]) -> ChatResponse:
-        """The turn as a message, which is from now on recognised.   stop: the strings at which it may have stopped."""
-        response = self.codec.read(sampled, request, rendered.thinking, stop)
-        self._served.append(_ServedTurn((*request.keys, message_key(response.message)), request.setting, sampled.turn))
-        return response
-
-    def _recognised(self, request: ChatRequest) -> _ServedTurn | None:
-        """The turn that reaches furthest into the request, with messages behind it; of equal ones the latest."""
-        best = None
-        for served in list(self._served):
-            length = len(served.keys)
-            fits = length < len(request.keys) and served.setting == request.setting and request.keys[:length] == served.keys
-            if fits and (best is None or length >= len(best.keys)):
-                best = served
-        return best

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -43,6 +43,9 @@ from groupwise.environments.requests import (
 from groupwise.errors import ConfigError
 from groupwise.utils.http import Handler, Server, is_loopback
 from groupwise.utils.terminal import logger
+
+if TYPE_CHECKING:
+    from groupwise.environments.harness import OutsideHarness
 
 log = logger(__name__)
 
@@ -75,21 +78,6 @@ class Session(Protocol):
         ...
 
 
-class EpisodeQueue(Protocol):
-    """The queue from which harnesses in other processes take episodes, and to which they report the end."""
-
-    def claim(self, seconds: float, there: Callable[[], bool]) -> Mapping[str, Any] | None:
-        """The next episode, as JSON; None if there is none within so many seconds.  Raises Refused where the run queues none.
-
-        there: False once the process that asked has hung up; it is given none then.
-        """
-        ...
-
-    def report(self, episode: str, reward: float | None, failure: str) -> None:
-        """The end of an episode.  Raises Refused for one that nobody has claimed."""
-        ...
-
-
 class Endpoint(Server):
     """The server.  Use it as a context manager, or call `start` and `close`."""
 
@@ -103,7 +91,7 @@ class Endpoint(Server):
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
-        episodes: EpisodeQueue | None = None,
+        episodes: OutsideHarness | None = None,
     ) -> None:
         """find: returns the session of an episode id, or None.   name: of the model.   context: most tokens of a sequence.
         port: 0 takes a free one.   token: that requests must bring, needed where others reach the address.   episodes: those that

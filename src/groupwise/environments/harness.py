@@ -21,7 +21,6 @@ from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from groupwise.environments.endpoint import EpisodeQueue
 from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
 from groupwise.utils import threads
@@ -70,7 +69,7 @@ class EpisodeRequest:
 class Harness(Protocol):
     """Runs a program or function that drives an episode, one for each.  It may be used by several threads at once."""
 
-    episodes: EpisodeQueue | None
+    episodes: OutsideHarness | None
     """Where processes that somebody else has started ask for episodes."""
 
     def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
@@ -85,7 +84,7 @@ class Harness(Protocol):
 class LoopHarness:
     """A harness whose episodes are tasks of one event loop, which starts with the first of them."""
 
-    episodes: EpisodeQueue | None = None
+    episodes: OutsideHarness | None = None
 
     def __init__(
         self, name: str, around: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.nullcontext, *, seconds: float
@@ -175,7 +174,7 @@ class ProgramHarness:
     prints is the reward, a number or null.  It is ended with all that it has started, also where this process is killed.
     """
 
-    episodes: EpisodeQueue | None = None
+    episodes: OutsideHarness | None = None
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
@@ -227,7 +226,7 @@ class OutsideHarness:
     """
 
     def __init__(self) -> None:
-        self.episodes: EpisodeQueue | None = self
+        self.episodes: OutsideHarness | None = self
         self._free: queue.Queue[EpisodeRequest] = queue.Queue()
         self._lock = threading.Lock()
         self._known: dict[str, Finished] = {}
@@ -244,7 +243,10 @@ class OutsideHarness:
             self._known.pop(name, None)
 
     def claim(self, seconds: float, there: Callable[[], bool]) -> Mapping[str, Any] | None:
-        """The next queued episode, as JSON; None if none comes within so many seconds, or whoever asked is not there any more."""
+        """The next queued episode, as JSON; None if none comes within so many seconds, or whoever wanted it has hung up.
+
+        there: False once it has.
+        """
         while True:
             try:
                 request = self._free.get(timeout=seconds)

@@ -3,6 +3,10 @@
 The engine uses it like any other `World`; `open` and `answer` are done when the harness asks for its next turn.  A request whose
 ids begin with exactly the ids of the stream continues the stream.  Any other begins a branch: the harness changed or dropped the
 past, or several agents share the episode.  The episode is over when the harness has ended.
+
+What the policy wrote is never tokenised again: an assistant's message that a client repeats is recognised and replaced by the ids
+that were sampled; the messages since then are appended as the chat template's suffix (`data.turns`).  A conversation that repeats
+nothing, or changes what it repeats, is rendered from where it differs.
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest, ServedTurns
+from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest
 from groupwise.environments.conversation import NOTHING, Reply, Stream
 from groupwise.environments.endpoint import Endpoint
 from groupwise.environments.harness import EpisodeRequest, Harness
-from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, SamplingRequest
-from groupwise.environments.tool_calls import ParsedCall
-from groupwise.errors import EnvironmentFailure
+from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, SamplingRequest, message_key
+from groupwise.environments.tool_calls import ParsedCall, opens_thinking
+from groupwise.errors import DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Sampling, ToolCall, Trace
 from groupwise.utils import threads
 from groupwise.utils.secrets import scrubbed
@@ -61,7 +65,8 @@ class Limits:
     at_once: int = 64
     """Harnesses that run at the same time."""
     past: Literal["keep", "split"] = "keep"
-    """Where the chat template writes earlier turns otherwise than they were sampled: see `ServedTurns`."""
+    """Where the chat template writes earlier turns otherwise than they were sampled, `keep` what was sampled, or `split`: go on
+    behind what the template writes."""
 
 
 class HarnessWorld:
@@ -183,10 +188,14 @@ class _DrawnTurn:
 
     at: float
     """When, by `time.monotonic`."""
-    session: str
-    """Of the agent that requested it."""
+    agent: str
+    """Which of the episode's agents requested it."""
     call_ids: Sequence[str] = ()
     """Of its calls, as the client got them."""
+    keys: tuple[str, ...] = ()
+    """Of the messages up to its own, as the client will repeat them; none of a turn that was requested by token ids."""
+    setting: str = ""
+    """Of the request: tools and variables."""
 
 
 class HarnessEpisode:
@@ -198,7 +207,7 @@ class HarnessEpisode:
     def __init__(self, world: HarnessWorld, stream: Stream, seed: int) -> None:
         self.world, self.stream, self.seed = world, stream, seed
         self.id = secrets.token_urlsafe(18)
-        self.codec, self._served = world.codec, ServedTurns(world.codec, stream, world.limits.past)
+        self.codec = world.codec
         self._lock = threading.RLock()
         self._next: Future[Reply] | None = None
         """What the engine waits for."""
@@ -274,7 +283,7 @@ class HarnessEpisode:
         """The traces whose turns were drawn here."""
         turns: dict[str, list[int]] = {}
         for place, drawn in enumerate(self._drawn):
-            turns.setdefault(drawn.session, []).append(place)
+            turns.setdefault(drawn.agent, []).append(place)
         named = ((turns.get(session), agent, reward) for session, (agent, reward) in self._rewards.items())
         return tuple(Trace(agent=agent, turns=tuple(places), reward=reward) for places, agent, reward in named if places)
 
@@ -347,9 +356,36 @@ class HarnessEpisode:
             self.end(None, Finish.DEADLINE, f"the harness took more than {self.world.limits.seconds:g} s")
 
     def render(self, request: ChatRequest) -> RenderedRequest:
-        """What the next turn is drawn behind.  Raises Refused for sampling that differs from the run's."""
+        """What the next turn is drawn behind.
+
+        Raises Refused for sampling that differs from the run's, and where the chat template has no text for the conversation.
+        """
         request.sampling.check_against(self.world.limits.sampling)
-        return self._served.render(request)
+        after = self._recognised(request)
+        if after is not None:
+            new, ids = request.messages[len(self._drawn[after].keys) :], self.stream.through(self.stream.turns[after])
+            try:
+                tokens, text = self.codec.follow(request, int(ids[-1]), new)
+            except DataError:  # messages that no suffix begins with; what is wrong with others, the whole conversation tells
+                pass
+            else:
+                ids = np.concatenate([ids, tokens])
+                if self.world.limits.past == "split":
+                    whole, text = self.codec.render(request)
+                    ids = ids if text == self.codec.decode(ids) else whole
+                return RenderedRequest(ids, opens_thinking(text), new, after)
+        tokens, text = self.codec.render(request)
+        return RenderedRequest(tokens, opens_thinking(text), request.messages, None)
+
+    def _recognised(self, request: ChatRequest) -> int | None:
+        """The turn that reaches furthest into the request, with messages behind it; of equal ones the latest."""
+        reach, best = 1, None
+        for number, drawn in enumerate(list(self._drawn)):
+            length = len(drawn.keys)
+            fits = length < len(request.keys) and drawn.setting == request.setting and request.keys[:length] == drawn.keys
+            if fits and length >= reach:
+                reach, best = length, number
+        return best
 
     def draw(
         self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None, *, agent: str = ""
@@ -368,11 +404,12 @@ class HarnessEpisode:
         return request.sampled
 
     def respond(self, request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens) -> ChatResponse:
-        """The turn as a message, with its calls noted for the record."""
-        response = self._served.respond(request, rendered, sampled, self.world.limits.sampling.stop)
+        """The turn as a message, which is from now on recognised, with its calls noted for the record."""
+        response = self.codec.read(sampled, request, rendered.thinking, self.world.limits.sampling.stop)
         with self._lock:
-            calls, turn = response.parsed.calls, self.stream.turns[sampled.turn]
-            self._drawn[sampled.turn].call_ids = [call.id for call in calls]
+            calls, turn, drawn = response.parsed.calls, self.stream.turns[sampled.turn], self._drawn[sampled.turn]
+            drawn.call_ids, drawn.setting = [call.id for call in calls], request.setting
+            drawn.keys = (*request.keys, message_key(response.message))
             self.stream.turns[sampled.turn] = replace(
                 turn,
                 finish=Finish.TOOL_CALLS if calls and turn.finish is not Finish.LENGTH else turn.finish,
