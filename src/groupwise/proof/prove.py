@@ -392,7 +392,7 @@ def filled_adapter(policy: Policy) -> Iterator[None]:
     try:
         with torch.no_grad():
             for factor in factors:
-                factor.copy_(0.3 * torch.randn(factor.shape, generator=drawn))
+                factor.copy_(0.05 * torch.randn(factor.shape, generator=drawn))
         yield
     finally:
         with torch.no_grad():
