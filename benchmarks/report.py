@@ -70,6 +70,13 @@ MEMORY = """\
 `benchmarks/memory.py`: the peak of a step above what is resident once the model is loaded, beside what `--dry-run` says; all
 completions as long as they may be.
 """
+SHARING = """\
+## What sharing prompts gains
+
+`benchmarks/sharing.py`: processor seconds of an update's forward and backward pass over the same completions. `shared`: a prompt
+stands once for all its completions. `repeated`: packed, with the prompt before each completion. `alone`: one sequence after
+another.
+"""
 PROFILE = """\
 ## Where a step's time goes
 
@@ -211,6 +218,13 @@ def memory_row(found: dict[str, Any]) -> list[str]:
     return [*workload(work), f"{work['beta']:g}", *figures]
 
 
+def sharing(found: dict[str, Any]) -> Iterator[str]:
+    """The lengths of prompt of one run."""
+    yield ", ".join(workload(found["workload"])) + ":\n"
+    rows = ([f"{row['prompt']:,}", *(f"{row[way]:.1f}" for way in ("shared", "repeated", "alone"))] for row in found["rows"])
+    yield from table("prompt | shared s | repeated s | alone s", rows)
+
+
 def profile(found: dict[str, Any]) -> Iterator[str]:
     """One profiled step."""
     seconds = ", ".join(f"{phase} {value:.3f} s" for phase, value in found["seconds"].items())
@@ -250,6 +264,7 @@ def sections(kind: str) -> Iterator[tuple[str, list[str]]]:
         MEMORY,
         table("model | a step | type | beta | predicted MB | measured MB | ratio", map(memory_row, results(kind, "memory_"))),
     )
+    yield SHARING, [line for one in results(kind, "sharing_") for line in sharing(one)]
     yield PROFILE, [line for one in results(kind, "profile_") for line in profile(one)]
 
 

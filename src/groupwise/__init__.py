@@ -4,7 +4,7 @@
     for step in gw.train("recipe.yaml"):                                       # or the same in Python:
         print(step.number, step.metrics.get("reward"))
 
-    gw.train(objective="grpo", model="Qwen/Qwen2.5-0.5B", data=rows, rewards=[check], steps=100).run()
+    gw.train(objective="grpo", model="Qwen/Qwen3.5-0.8B", data=rows, rewards=[check], steps=100).run()
 
 Every stage is an ordinary function; the names below are the ones most loops of one's own need.  Importing the package alone
 imports neither torch nor transformers.
