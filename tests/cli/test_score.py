@@ -58,7 +58,7 @@ def test_render_shows_the_numbers_and_no_control_characters(tmp_path):
     assert "accuracy: mean 0.5, std 0.5, min 0, max 1, None 33.3%" in text
     assert "\\x1b[31mfive\\x07" in text
     assert all(c == "\n" or c.isprintable() for c in text)
-    assert "None" in text.splitlines()[-1]
+    assert "None" in [line for line in text.splitlines() if line and not line.startswith("slow: ")][-1]  # on a busy machine
 
 
 def test_render_shows_prompts_golds_and_how_many_prompts_have_different_rewards(tmp_path):

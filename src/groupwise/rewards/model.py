@@ -65,7 +65,7 @@ def model_reward(
     if steps is None:
         if pooling == "steps":
             raise ConfigError(f"{path} is a process reward model: say how completions are cut, e.g. args: {{steps: newline}}")
-        return scorer.by_ids if scorer.same_ids else scorer.by_text if tokenizer is not None else scorer.ended_texts
+        return scorer.by_ids if scorer.same_ids else scorer.by_text
     if pooling == "last":
         raise ConfigError(
             f"{path} reads one score at the last token, which has no parts: steps need reward_model.pooling: mean or sum, or a prm"
@@ -132,15 +132,13 @@ class _Scorer:
         """Scores of the policy's own ids; None for a completion without tokens."""
         return self._scores(self._answers(prompt_ids, completion_ids))
 
-    def by_text(self, prompts: Sequence[Any], completions: Sequence[Any], finish_reasons: Sequence[str]) -> list[float | None]:
+    def by_text(
+        self, prompts: Sequence[Any], completions: Sequence[Any], finish_reasons: Sequence[str] | None = None
+    ) -> list[float | None]:
         """Scores of texts through this model's tokenizer; completions that were cut off get no end."""
-        template = _Text(self.blueprint)
-        ids = [template.encode(*row) for row in zip(prompts, completions, finish_reasons, strict=True)]
+        template, reasons = _Text(self.blueprint), finish_reasons or ["eos"] * len(completions)
+        ids = [template.encode(*row) for row in zip(prompts, completions, reasons, strict=True)]
         return self._scores(self._answers([prompt for prompt, _ in ids], [completion for _, completion in ids]))
-
-    def ended_texts(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
-        """`by_text` of completions that are all complete."""
-        return self.by_text(prompts, completions, ["eos"] * len(completions))
 
     def tokens(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The head's number after every completion token."""
