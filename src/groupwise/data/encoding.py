@@ -123,7 +123,7 @@ def ask(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> list[tup
             places.append(i)
     examples = [rows[i] for i in places]
     contents, wheres = [example.content for example in examples], [rows.where(i) for i in places]
-    kept: list[tuple[int, Question]] = []
+    asking: list[tuple[int, Question]] = []
     for i, question in zip(places, template.try_ask(contents, wheres, [example.row for example in examples]), strict=True):
         if isinstance(question, Refusal):
             tally.drop(question.reason, first=f"{question}; change the messages, or set model.chat_template")
@@ -134,8 +134,8 @@ def ask(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> list[tup
         elif question.control and template.control_tokens == "drop":
             tally.drop(CONTROL, first=question.where)
         else:
-            kept.append((i, question))
-    questions = [question for _, question in kept]
+            asking.append((i, question))
+    questions = [question for _, question in asking]
     _tell_control([question for question in questions if question.control], template, tally)
     lost = [one for one in questions if not isinstance(one.content, str) and unwritten(one.content, one.text)]
     messages = [message for question in lost[:1] for message in question.content if isinstance(message, dict)]
@@ -156,7 +156,7 @@ def ask(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> list[tup
         without = [question for question, lacks in zip(questions, unshown, strict=True) if what in lacks]
         missing = f"its prompt does not show a {what}, and the policy does not see it; set model.chat_template to one that shows it"
         _tell(without, f"with a {what} that the chat template does not write", missing, tally)
-    return kept
+    return asking
 
 
 def _tell(questions: Sequence[Question], remark: str, what: str, tally: Tally) -> None:

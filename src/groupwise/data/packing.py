@@ -93,10 +93,10 @@ def pack(
     ((-1, 0, 2), (1,))
     """
     parts = divide(samples, budget, world.size, share=share, alike=alike, whole_groups=whole_groups)
-    own = _bins(parts[world.rank], budget)
+    bins = _bins(parts[world.rank], budget)
     if even:
-        own += [[]] * (max(len(_bins(part, budget)) for part in parts) - len(own))
-    return [_batch(samples, bin_, fill, device, dtype) for bin_ in own]
+        bins += [[]] * (max(len(_bins(part, budget)) for part in parts) - len(bins))
+    return [_batch(samples, bin_, fill, device, dtype) for bin_ in bins]
 
 
 def divide(
@@ -264,30 +264,30 @@ class _Stream:
         return None if places == list(range(len(places))) else np.array([*places, -1])[self.ids["segment"]]
 
     def _place(self, ids: np.ndarray, position: int, parent: int, owner: int, tokens: tuple[int, int]) -> None:
-        own = slice(self.end, self.end + ids.size)
-        self.ids["tokens"][own] = ids
-        self.ids["position"][own] = np.arange(position, position + ids.size)
-        self.ids["segment"][own] = len(self.start)
+        stretch = slice(self.end, self.end + ids.size)
+        self.ids["tokens"][stretch] = ids
+        self.ids["position"][stretch] = np.arange(position, position + ids.size)
+        self.ids["segment"][stretch] = len(self.start)
         self.start.append(self.end)
         self.length.append(ids.size)
         self.prefix.append(parent)
         self.owner.append(owner)
         self.tokens.append(tokens)
-        self.end = own.stop
+        self.end = stretch.stop
 
     def _annotate(self, sample: Sample, begin: int, end: int) -> None:
         """The last positions predict the tokens of the piece that was just placed."""
-        own, tokens = slice(self.end - (end - begin), self.end), slice(begin, end)
-        self.ids["target"][own] = sample.completion[tokens]
+        stretch, tokens = slice(self.end - (end - begin), self.end), slice(begin, end)
+        self.ids["target"][stretch] = sample.completion[tokens]
         for name in ("weight", "advantage", "behavior_logp"):
-            self.columns[name][own] = getattr(sample, name)[tokens]
-        self.columns["temperature"][own] = sample.temperature
+            self.columns[name][stretch] = getattr(sample, name)[tokens]
+        self.columns["temperature"][stretch] = sample.temperature
         if sample.reference_logp is not None:
-            self.columns["reference_logp"][own] = sample.reference_logp[tokens]
+            self.columns["reference_logp"][stretch] = sample.reference_logp[tokens]
         for name, column in sample.extra.items():
-            self.extra[name][own] = column[tokens]
+            self.extra[name][stretch] = column[tokens]
         if sample.support is not None:
-            self.supports.append((own.start, sample.support[tokens]))
+            self.supports.append((stretch.start, sample.support[tokens]))
 
 
 def _batch(

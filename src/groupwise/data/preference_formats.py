@@ -27,7 +27,7 @@ from groupwise.data.sources import BadRow, LeftOut, Row, SourceRows, missing_col
 from groupwise.data.wording import Wording
 from groupwise.errors import DataError
 
-Found = Iterable[tuple[int, Row | LeftOut]]
+Pairs = Iterable[tuple[int, Row | LeftOut]]
 """Places in the source, each with its pair or with why there is none."""
 
 ASKED_IN = ("prompt", "messages", "instruction")
@@ -46,7 +46,7 @@ class PairForm:
 
     columns: tuple[str, ...]
     """What it needs, the prompt aside."""
-    read: Callable[[SourceRows, Wording], Found]
+    read: Callable[[SourceRows, Wording], Pairs]
     """(rows, how their prompts are worded) -> pairs."""
 
 
@@ -95,7 +95,7 @@ def _holds_its_prompt(rows: SourceRows) -> bool:
 # ---- one row, one pair -------------------------------------------------------------------------------------------------------
 
 
-def _each(read: Callable[[Row, str, Wording], Row | LeftOut], columns: Sequence[str]) -> Callable[[SourceRows, Wording], Found]:
+def _each(read: Callable[[Row, str, Wording], Row | LeftOut], columns: Sequence[str]) -> Callable[[SourceRows, Wording], Pairs]:
     def of(rows: SourceRows, wording: Wording) -> Iterator[tuple[int, Row | LeftOut]]:
         for i, row in enumerate(rows):
             absent = next((column for column in columns if column not in row), None)
@@ -114,8 +114,8 @@ def _chosen_and_rejected(row: Row, where: str, wording: Wording) -> Row | LeftOu
         row = {**row, "prompt": turns[:-1] if not turns[-1]["content"] and turns[-1]["role"] == "assistant" else turns}
     spoken = [_turns_of(side) for side in (chosen, rejected)]
     if not all(spoken):
-        asked = any(column in row for column in ASKED_IN)
-        one = any(spoken) and not asked and isinstance(chosen, str) and isinstance(rejected, str)
+        has_prompt = any(column in row for column in ASKED_IN)
+        one = any(spoken) and not has_prompt and isinstance(chosen, str) and isinstance(rejected, str)
         return LeftOut("in which one side is no conversation", where) if one else row
     if any(turns[-1]["role"] != "assistant" for turns in spoken):
         return LeftOut("that do not end with a turn of the assistant", where)
@@ -151,8 +151,8 @@ def _shared(row: Row, where: str, wording: Wording) -> Row | LeftOut:
     if wording.format is not None:
         if any(len(some) - len(openings(some)) > 1 for some in before):
             raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and chosen and rejected hold several turns")
-        kept = {name: [*openings(some), *last[name]] for name, some in zip(last, before, strict=True)}
-        return {**row, **kept} if before[0] == before[1] else _diverging(where)
+        answers = {name: [*openings(some), *last[name]] for name, some in zip(last, before, strict=True)}
+        return {**row, **answers} if before[0] == before[1] else _diverging(where)
     prompt = _prompt_of(row, where, wording)
     both = [joined(prompt, some, name, where, str(last[name][0]["content"])) for name, some in zip(last, before, strict=True)]
     if both[0] != both[1] or not both[0]:
@@ -229,7 +229,7 @@ def _asked(prompt: object, chat: bool) -> object:
 # ---- several rows, one pair --------------------------------------------------------------------------------------------------
 
 
-def _rated(rows: SourceRows, wording: Wording) -> Found:
+def _rated(rows: SourceRows, wording: Wording) -> Pairs:
     """Of neighbouring rows with the same prompt, the most and the least helpful."""
     for _, group in groupby(range(len(rows)), key=lambda i: _key(rows[i], wording)):
         places = list(group)
@@ -250,7 +250,7 @@ def _rated(rows: SourceRows, wording: Wording) -> Found:
         yield from ((i, LeftOut("between the best and the worst of a prompt", rows.where(i))) for i in others)
 
 
-def _labelled(rows: SourceRows, wording: Wording) -> Found:
+def _labelled(rows: SourceRows, wording: Wording) -> Pairs:
     """The first good completion of a prompt with its first bad one, the second with the second, and so on."""
     waiting: dict[str, tuple[list[int], list[int]]] = {}
     for i, row in enumerate(rows):

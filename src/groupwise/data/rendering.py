@@ -53,8 +53,8 @@ class Chat:
     @property
     def options(self) -> dict[str, Any]:
         """What the renderer takes beside messages and tools."""
-        own = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
-        return dict(self.variables) | own
+        switches = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
+        return dict(self.variables) | switches
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ def unmentioned(names: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> lis
     """
     if _renders_itself(tokenizer):
         return []
-    found = tokenizer.chat_template
-    text = "\n".join(map(str, found.values())) if isinstance(found, Mapping) else str(found or "")
+    template = tokenizer.chat_template
+    text = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
     return [name for name in names if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None]
 
 

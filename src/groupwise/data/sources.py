@@ -119,8 +119,8 @@ class SourceRows(Sequence[Item], Generic[Item]):
             for theirs in sorted(taken.keys() - row.keys()):
                 if taken[theirs] in ROW:
                     raise BadRow(f"without {escaped(theirs)}", missing_column(theirs, row, where, taken[theirs]))
-            kept = {name: value for name, value in row.items() if name not in taken}
-            return in_our_form(kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}, where)
+            others = {name: value for name, value in row.items() if name not in taken}
+            return in_our_form(others | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}, where)
 
         return self.mapped(named)
 
@@ -535,8 +535,8 @@ def bare_calls(value: Any, *, inside: bool = False) -> Any:
     {'answer': None, 'messages': [{'content': None, 'tool_calls': [{'arguments': {'x': 1}}]}]}
     """
     if isinstance(value, Mapping):
-        kept = {key: bare_calls(one, inside=inside or key in FUNCTIONS) for key, one in value.items()}
-        return {key: one for key, one in kept.items() if one is not None} if inside else kept
+        values = {key: bare_calls(one, inside=inside or key in FUNCTIONS) for key, one in value.items()}
+        return {key: one for key, one in values.items() if one is not None} if inside else values
     return [bare_calls(one, inside=inside) for one in value] if isinstance(value, list) else value
 
 

@@ -418,7 +418,7 @@ class Template(Wording):
         """Ids of a text in which no control token is one."""
         if self._plain_core is not None:
             return list(self._plain_core.encode(text, add_special_tokens=False).ids)
-        broken = self.typed_pattern.sub(lambda found: f"{found[0][:1]}{OPEN}{found[0][1:]}", text).split(OPEN)
+        broken = self.typed_pattern.sub(lambda mark: f"{mark[0][:1]}{OPEN}{mark[0][1:]}", text).split(OPEN)
         encoded = (self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"] for piece in broken)
         return [token for ids in encoded for token in ids]
 
@@ -526,12 +526,12 @@ class EncodedAnswer:
     """Of an answer in steps the place of each step's last token."""
 
 
-Found = TypeVar("Found", str, Question, EncodedAnswer)
+Answer = TypeVar("Answer", str, Question, EncodedAnswer)
 Value = TypeVar("Value")
 
 
-def _accepted(answer: Found | Refusal) -> Found:
-    """What was found.  Raises DataError for a refusal."""
+def _accepted(answer: Answer | Refusal) -> Answer:
+    """The answer.  Raises DataError for a refusal."""
     if isinstance(answer, Refusal):
         raise DataError(str(answer))
     return answer

@@ -176,17 +176,17 @@ class Turns:
                 break
         if refused is not None:
             return Proof(case, "refuses", refused.why)
-        asked, answered, whole = (str(one) for one in texts)
+        prompt, answered, whole = (str(one) for one in texts)
         if MARK not in answered:
             return Proof(case, "refuses", "the template does not write what the assistant said")
-        if not answered.startswith(asked):
+        if not answered.startswith(prompt):
             return Proof(
-                case, "rewrites", f"an answered turn begins otherwise than its prompt ends: {_difference(asked, answered)}"
+                case, "rewrites", f"an answered turn begins otherwise than its prompt ends: {_difference(prompt, answered)}"
             )
         end, rest = self._split([answer])
         place = answered.rindex(MARK) + len(MARK)
-        own = self._control_from(answered, place)
-        stream = answered[: own.end()] if own is not None else answered + end
+        end_mark = self._control_from(answered, place)
+        stream = answered[: end_mark.end()] if end_mark is not None else answered + end
         if whole == stream + rest:
             return Proof(case, "append")
         return Proof(case, "rewrites", _difference(stream + rest, whole))
@@ -235,8 +235,8 @@ def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def _unused(messages: Sequence[Mapping[str, Any]]) -> str:
     """A mark that no message holds."""
-    told, number = str(messages), 0
-    while (mark := f"{MARK}{number}" if number else MARK) in told:
+    text, number = str(messages), 0
+    while (mark := f"{MARK}{number}" if number else MARK) in text:
         number += 1
     return mark
 

@@ -98,7 +98,7 @@ def from_table(table: pa.Table) -> Vocabulary:
     if table.schema.names != ["piece", "special"] or table.schema.types != [pa.binary(), pa.bool_()]:
         raise DataError(f"no vocabulary: its columns are {table.schema.names}")
     special = table.column("special").to_pylist()
-    return Vocabulary(table.column("piece").to_pylist(), frozenset(i for i, found in enumerate(special) if found))
+    return Vocabulary(table.column("piece").to_pylist(), frozenset(i for i, is_special in enumerate(special) if is_special))
 
 
 def _byte_table() -> dict[str, int]:

@@ -114,10 +114,10 @@ class Wording:
         """
         if isinstance(content, str):
             return content
-        own = self.brought(content)
-        if len(own) == 1 and own[0]["role"] == "user" and isinstance(own[0]["content"], str):
-            return own[0]["content"]
-        return json.dumps(own, sort_keys=True, ensure_ascii=False, default=str)
+        brought = self.brought(content)
+        if len(brought) == 1 and brought[0]["role"] == "user" and isinstance(brought[0]["content"], str):
+            return brought[0]["content"]
+        return json.dumps(brought, sort_keys=True, ensure_ascii=False, default=str)
 
     def _asked(self, row: Row, where: str) -> Content:
         """`own_content` before `chat` makes a message of a text."""

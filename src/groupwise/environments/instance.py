@@ -93,16 +93,16 @@ class Instance:
         self._make()
         row = copy.deepcopy(dict(row))  # in a thread it is the caller's
         named, everything = _parameters(self._object.reset)
-        given = dict(row) if everything else {key: row[key] for key in named if key in row}
+        arguments = dict(row) if everything else {key: row[key] for key in named if key in row}
         if "row" in named and "row" not in row:
-            given["row"] = row
+            arguments["row"] = row
         if "seed" in named and "seed" not in row:
-            given["seed"] = seed
+            arguments["seed"] = seed
         for key, parameter in inspect.signature(self._object.reset).parameters.items():
-            if key not in given and parameter.default is parameter.empty and parameter.kind in _NAMED:
+            if key not in arguments and parameter.default is parameter.empty and parameter.kind in _NAMED:
                 columns = ", ".join(row) or "none"
                 raise MissingColumn(f"reset() asks for {key!r}, which the data do not have; columns: {columns} (row: all of them)")
-        observation = self._awaited(self._object.reset(**given))
+        observation = self._awaited(self._object.reset(**arguments))
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):  # Gymnasium's
             observation = observation[0]
         return {"observation": as_text(observation)}
@@ -197,9 +197,9 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
 
 def _methods(made: Any, interface: str | None) -> list[str]:
     """Public methods of an environment's class that are tools.  Properties are not evaluated."""
-    own = [name for name in OWN if name != "step" or interface != "tools"]
+    reserved = [name for name in OWN if name != "step" or interface != "tools"]
     members = inspect.getmembers(type(made), predicate=lambda one: inspect.isfunction(one) or inspect.ismethod(one))
-    return [name for name, _ in members if not name.startswith("_") and name not in own]
+    return [name for name, _ in members if not name.startswith("_") and name not in reserved]
 
 
 def as_text(value: Any) -> str | None:
@@ -224,7 +224,7 @@ def _without_text(value: Any) -> Any:
         return None
     if isinstance(value, Mapping | list | tuple | set):
         inner = [*value, *value.values()] if isinstance(value, Mapping) else value
-        return next((found for one in inner if (found := _without_text(one)) is not None), None)
+        return next((textless for one in inner if (textless := _without_text(one)) is not None), None)
     return value if re.search(r" at 0x[0-9a-f]+>$", str(value)) else None
 
 

@@ -52,12 +52,12 @@ class OpenEnv:
 
     def reset(self, row: Mapping[str, Any]) -> str:
         """Begin with the row's column `reset`, a mapping, or with its `seed`.  Raises EnvironmentFailure."""
-        given = row.get("reset") or ({"seed": row["seed"]} if row.get("seed") is not None else {})
-        if not isinstance(given, Mapping):
-            raise EnvironmentFailure(f"the column reset holds {given!r:.80}: expected a mapping, what OpenEnv's reset takes")
+        options = row.get("reset") or ({"seed": row["seed"]} if row.get("seed") is not None else {})
+        if not isinstance(options, Mapping):
+            raise EnvironmentFailure(f"the column reset holds {options!r:.80}: expected a mapping, what OpenEnv's reset takes")
         until, pause = time.monotonic() + self._seconds, 0.05
         while True:
-            kind, data = self._ask("reset", dict(given))
+            kind, data = self._ask("reset", dict(options))
             if kind == "observation":
                 return self._read(data)[0]
             self.close()
@@ -92,24 +92,24 @@ class OpenEnv:
                 self._line = self._connect(self.url, open_timeout=self._seconds, max_size=LARGEST, proxy=None)
             with suppress(ConnectionClosed):  # a full server may have said so and hung up: that is read below
                 self._line.send(json.dumps({"type": kind, "data": data}))
-            told = json.loads(self._line.recv(timeout=self._seconds))
+            message = json.loads(self._line.recv(timeout=self._seconds))
         except TimeoutError as error:
             raise EnvironmentFailure(f"{self.url} has given no answer to {kind} for {self._seconds:g} s") from error
         except (OSError, WebSocketException, ValueError) as error:
             raise EnvironmentFailure(f"{self.url}: {kind} failed: {error}") from error
-        if not isinstance(told, Mapping) or not isinstance(told.get("data"), Mapping):
-            raise EnvironmentFailure(f"{self.url} answers {kind} with {told!r:.200}: is it an OpenEnv server?")
-        return str(told.get("type")), told["data"]
+        if not isinstance(message, Mapping) or not isinstance(message.get("data"), Mapping):
+            raise EnvironmentFailure(f"{self.url} answers {kind} with {message!r:.200}: is it an OpenEnv server?")
+        return str(message.get("type")), message["data"]
 
     def _action(self, text: str) -> dict[str, Any]:
         body = text.strip()
         if body.startswith("```") and body.endswith("```") and "\n" in body:
             body = body[body.index("\n") : -3].strip()
         try:
-            found = json.loads(body)
+            action = json.loads(body)
         except (ValueError, RecursionError):
-            found = body
-        return found if isinstance(found, dict) else {self._named(): found}
+            action = body
+        return action if isinstance(action, dict) else {self._named(): action}
 
     def _named(self) -> str:
         """The field that a text goes into."""

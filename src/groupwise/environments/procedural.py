@@ -47,14 +47,14 @@ class Health:
         return self.raised + self.gullible + self.answerless + self.unearned
 
     def __str__(self) -> str:
-        said = {
+        counts = {
             "raise for what is no answer (worth 0)": self.raised,
             f"give full marks for {IGNORANCE!r} (left out)": self.gullible,
             "have no answer of their own": self.answerless,
             "do not give full marks to their own answer": self.unearned,
         }
-        found = ", ".join(f"{count} {what}" for what, count in said.items() if count)
-        return f"of {self.entries} entries {found}" if found else f"{self.entries} entries, whose scorers tell right from wrong"
+        faults = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return f"of {self.entries} entries {faults}" if faults else f"{self.entries} entries, whose scorers tell right from wrong"
 
 
 def with_procedural_data(recipe: Recipe) -> Recipe:
@@ -62,17 +62,17 @@ def with_procedural_data(recipe: Recipe) -> Recipe:
 
     Raises ConfigError: no such data set, bad arguments, or no entry that can be scored.
     """
-    given, data = recipe.environment, recipe.data
-    if given.reasoning_gym is None or data.path is not None:  # it has been done
+    environment, data = recipe.environment, recipe.data
+    if environment.reasoning_gym is None or data.path is not None:  # it has been done
         return recipe
-    name, arguments = given.reasoning_gym, dict(given.args)
+    name, arguments = environment.reasoning_gym, dict(environment.args)
     rows, _ = rows_of(name, arguments, data.limit or ROWS, recipe.seed)
     held_out, _ = rows_of(name, arguments, data.eval_limit or HELD_OUT, HELD_OUT_SEED)
     scorer = RewardSettings(
         function="groupwise.environments.procedural:score",
         name="reasoning_gym",
         args={"dataset": name, "arguments": arguments},
-        timeout=given.tool_timeout,
+        timeout=environment.tool_timeout,
     )
     named = f"reasoning_gym {name}"
     data = replace(data, path=live_rows(rows, named), eval_path=live_rows(held_out, f"{named}, held out"), eval_fraction=0.0)
@@ -109,11 +109,11 @@ def make_dataset(name: str, arguments: Mapping[str, Any], count: int, seed: int)
         import reasoning_gym  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"environment.reasoning_gym needs the extra: pip install groupwise[reasoning-gym] ({error})") from error
-    given = {"size": count, "seed": seed} | dict(arguments)
+    options = {"size": count, "seed": seed} | dict(arguments)
     try:
-        return reasoning_gym.create_dataset(name, **given)
+        return reasoning_gym.create_dataset(name, **options)
     except (ValueError, TypeError, AssertionError, KeyError) as error:
-        raise ConfigError(f"environment.reasoning_gym {name!r} with {given}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"environment.reasoning_gym {name!r} with {options}: {type(error).__name__}: {error}") from error
 
 
 def score(completion: Any, entry: Mapping[str, Any], dataset: str, arguments: Mapping[str, Any]) -> float:

@@ -375,7 +375,7 @@ def _for_template(message: Mapping[str, Any], names: Mapping[str, str]) -> dict[
 
 def _object(arguments: str) -> Any:
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return value if isinstance(value, dict) else arguments

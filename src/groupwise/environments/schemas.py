@@ -77,15 +77,15 @@ class _Missing(Exception):
 def _of_parameter(key: str, hints: Mapping[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
     if key not in hints:
         raise _Missing(f"the argument {key!r} has no type hint; give every parameter one that JSON can hold")
-    found = _of_hint(hints[key])
+    schema = _of_hint(hints[key])
     if key not in described:
         raise _Missing(f"the argument {key!r} has no description; write a line `{key}: what it is` under `Args:` in the docstring")
     text = described[key]
     if choices := re.search(r"\(choices:(.*)\)$", text, re.IGNORECASE):
         offered = json.loads(choices[1])
-        found["enum"] = [one.strip() if isinstance(one, str) else one for one in offered]
+        schema["enum"] = [one.strip() if isinstance(one, str) else one for one in offered]
         text = text[: choices.start()].strip()
-    return found | {"description": text}
+    return schema | {"description": text}
 
 
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
@@ -128,12 +128,12 @@ def _of_union(hints: Sequence[Any]) -> dict[str, Any]:
     schemas = [_of_hint(one) for one in hints if one is not type(None)]
     kinds = sorted({one["type"] for one in schemas if one.keys() == {"type"}})
     if len(schemas) == 1:
-        found = schemas[0]
+        union = schemas[0]
     elif all(one.keys() == {"type"} for one in schemas):
-        found = {"type": kinds[0] if len(kinds) == 1 else kinds}
+        union = {"type": kinds[0] if len(kinds) == 1 else kinds}
     else:
-        found = {"anyOf": schemas}
-    return found | ({"nullable": True} if len(schemas) < len(hints) else {})
+        union = {"anyOf": schemas}
+    return union | ({"nullable": True} if len(schemas) < len(hints) else {})
 
 
 def _sections(documentation: str) -> tuple[str, dict[str, str], str | None]:
@@ -154,8 +154,8 @@ def _sections(documentation: str) -> tuple[str, dict[str, str], str | None]:
 
 def _under(heading: str, ends: str, documentation: str) -> str | None:
     """What stands under a heading, to the next."""
-    found = re.search(rf"(?:^|\n)\s*{heading}:\n", documentation)
-    return None if found is None else re.split(ends, documentation[found.end() :])[0]
+    start = re.search(rf"(?:^|\n)\s*{heading}:\n", documentation)
+    return None if start is None else re.split(ends, documentation[start.end() :])[0]
 
 
 def name_of(schema: Schema) -> str:
@@ -232,10 +232,10 @@ def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
     kinds += [_SCALARS[type(value)] for value in values if not kinds and type(value) in _SCALARS]
     inner = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
     if isinstance(reference := schema.get("$ref"), str):
-        found: Any = root
+        definition: Any = root
         for step in reference.removeprefix("#/").split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        inner.append(found)
+            definition = definition.get(step) if isinstance(definition, Mapping) else None
+        inner.append(definition)
     kinds += [kind for one in inner for kind in kinds_of(one, root, depth - 1)]
     return list(dict.fromkeys([*kinds, *(["null"] if kinds and schema.get("nullable") else [])]))
 

@@ -98,14 +98,14 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
     if form not in get_args(CallForm):
         raise ConfigError(f"no form of calls {form!r}; there are: {', '.join(get_args(CallForm))}")
     if form == "channels":
-        content, written, reasoning, found = _channels(text)
+        content, written, reasoning, parsed = _channels(text)
     else:
         reasoning, rest = split_thinking(text, thinking)
         known = {name: _kinds_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None}
-        content, written, found = _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
+        content, written, parsed = _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
     calls = tuple(
         BrokenCall(one.why, one.text, f"call_{i}") if isinstance(one, _Broken) else ParsedCall(*one, f"call_{i}")
-        for i, one in enumerate(found)
+        for i, one in enumerate(parsed)
     )
     return ParsedTurn(content, reasoning, calls, written)
 
@@ -137,7 +137,7 @@ class _Broken:
     text: str
 
 
-_Found = list[tuple[str, dict[str, Any]] | _Broken]
+_Calls = list[tuple[str, dict[str, Any]] | _Broken]
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
@@ -145,9 +145,9 @@ _Kinds = Mapping[str, Sequence[str]]
 """The JSON types that each parameter of a tool may have."""
 
 
-def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, str, _Found]:
+def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, str, _Calls]:
     """Content, the same with broken calls, and calls between tags: JSON objects, or with `kinds` functions with parameters."""
-    content, written, found, place = [], [], [], 0
+    content, written, calls, place = [], [], [], 0
     while (start := text.find(OPENING, place)) >= 0:
         content.append(text[place:start])
         written.append(text[place:start])
@@ -165,8 +165,8 @@ def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, str, _F
             written.append(call.text)
         else:
             place = closing.end()
-        found.append(call)
-    return "".join([*content, text[place:]]).strip("\n"), "".join([*written, text[place:]]).strip("\n"), found
+        calls.append(call)
+    return "".join([*content, text[place:]]).strip("\n"), "".join([*written, text[place:]]).strip("\n"), calls
 
 
 def _json_call(text: str, place: int) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
@@ -251,7 +251,7 @@ _MEANT = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"
 """How a call begins; an object that only has a name is an answer in JSON."""
 
 
-def _bare(text: str) -> tuple[str, str, _Found]:
+def _bare(text: str) -> tuple[str, str, _Calls]:
     """Llama's calls: the whole turn is one, or several behind one another with `;` or white space between them."""
     body = text.strip()
     tagged = body.startswith("<|python_tag|>")
@@ -260,17 +260,17 @@ def _bare(text: str) -> tuple[str, str, _Found]:
         first, _ = _decoded(body, 0)
         if not isinstance(first, dict) or "name" not in first or not {"parameters", "arguments"} & first.keys():
             return text, text, []
-    found: _Found = []
+    calls: _Calls = []
     place = 0
     while place < len(body):
         value, end = _decoded(body, place)
         if isinstance(value, _Broken):
-            found.append(_Broken(value.why, body[place:]))
+            calls.append(_Broken(value.why, body[place:]))
             break
-        found.append(_call_of(value, "parameters", body[place:end]))
+        calls.append(_call_of(value, "parameters", body[place:end]))
         place = re.compile(r"[\s;]*").match(body, end).end()  # type: ignore[union-attr]
-    found = found or [_Broken("there is no call behind <|python_tag|>", text)]
-    return "", "\n".join(one.text for one in found if isinstance(one, _Broken)), found
+    calls = calls or [_Broken("there is no call behind <|python_tag|>", text)]
+    return "", "\n".join(one.text for one in calls if isinstance(one, _Broken)), calls
 
 
 # ---- channels ----------------------------------------------------------------------------------------------------------------
@@ -278,15 +278,15 @@ def _bare(text: str) -> tuple[str, str, _Found]:
 _HEADER_END, _BODY_END = "<|message|>", re.compile(r"<\|(end|call|return)\|>")
 
 
-def _channels(text: str) -> tuple[str, str, str | None, _Found]:
+def _channels(text: str) -> tuple[str, str, str | None, _Calls]:
     """gpt-oss: messages with a channel and perhaps a recipient; the first continues behind `<|start|>assistant`."""
-    content, written, reasoning, found = [], [], [], []
+    content, written, reasoning, calls = [], [], [], []
     for header, body, end in _messages(text):
         recipient = re.search(r"to=([^\s<]+)", header)
         channel = re.search(r"<\|channel\|>\s*([a-z]+)", header)
         if recipient is not None:
-            found.append(_channel_call(recipient[1], body, end))
-            written += [body or ""] if isinstance(found[-1], _Broken) else []
+            calls.append(_channel_call(recipient[1], body, end))
+            written += [body or ""] if isinstance(calls[-1], _Broken) else []
         elif channel is not None and channel[1] == "analysis":
             reasoning.append(body or "")
         else:
@@ -294,7 +294,7 @@ def _channels(text: str) -> tuple[str, str, str | None, _Found]:
             written.append(body or "")
     joined = ("\n".join(filter(None, texts)) for texts in (content, written, reasoning))
     shown, whole, thought = joined
-    return shown, whole, thought or None, found
+    return shown, whole, thought or None, calls
 
 
 def _messages(text: str) -> Iterator[tuple[str, str | None, str | None]]:
@@ -302,8 +302,8 @@ def _messages(text: str) -> Iterator[tuple[str, str | None, str | None]]:
     for part in text.split("<|start|>"):
         if not part:
             continue
-        header, told, rest = part.partition(_HEADER_END)
-        if not told:
+        header, has_body, rest = part.partition(_HEADER_END)
+        if not has_body:
             if "<|" in header or "to=" in header:
                 yield header, None, None
             elif header.strip():
@@ -332,11 +332,11 @@ def _channel_call(recipient: str, body: str | None, end: str | None) -> tuple[st
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose keys are all different.  Raises ValueError."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r:.60} is given twice")
-    return found
+    return value
 
 
 _DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_once)

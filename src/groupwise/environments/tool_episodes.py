@@ -363,8 +363,8 @@ def truncated(text: str, most_bytes: int, most_tokens: int, tokens: Any) -> str:
     return _marked(text, low)
 
 
-def _marked(text: str, kept: int) -> str:
-    return text if kept >= len(text) else f"{text[:kept]}\n[{len(text) - kept:,} characters left out]"
+def _marked(text: str, length: int) -> str:
+    return text if length >= len(text) else f"{text[:length]}\n[{len(text) - length:,} characters left out]"
 
 
 def _appended(messages: Messages, observation: str, template: Template) -> Messages:

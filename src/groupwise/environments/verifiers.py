@@ -29,18 +29,18 @@ START = 120.0
 class VerifiersHarness(LoopHarness):
     """One environment of verifiers, and an event loop on which its episodes are played."""
 
-    def __init__(self, name: str, given: Mapping[str, Any] | None = None) -> None:
-        """name: of an installed taskset.   given: what verifiers' `[env]` holds beside it: `taskset`, `agent`, `timeout` ...
+    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        """name: of an installed taskset.   settings: what verifiers' `[env]` holds beside it: `taskset`, `agent`, `timeout` ...
 
-        Raises ConfigError if verifiers is not here, or refuses the name or what is given.
+        Raises ConfigError if verifiers is not here, or refuses the name or the settings.
         """
         vf = _library()
-        given = dict(given or {})
+        settings = dict(settings or {})
         try:
-            data = given | {"taskset": {**given.get("taskset", {}), "id": name}}
-            for role in _roles(name, str(given.get("id", ""))):
+            data = settings | {"taskset": {**settings.get("taskset", {}), "id": name}}
+            for role in _roles(name, str(settings.get("id", ""))):
                 ours = {"harness": {"id": CHAT}, "runtime": {"type": "subprocess"}}
-                data[role] = ours | dict(given.get(role, {}))
+                data[role] = ours | dict(settings.get(role, {}))
             self.environment = vf.load_environment(vf.resolve_env_config(data))
         except Exception as error:  # somebody else's code, from import to validation
             raise ConfigError(f"environment.verifiers {name!r}: {type(error).__name__}: {str(error)[:500]}") from error

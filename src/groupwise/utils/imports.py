@@ -33,13 +33,13 @@ def imported(what: str, spec: str, *, callable_only: bool = False) -> Any:
     module = _file(what, place) if place.endswith(".py") else _module(what, place)
     thing = getattr(module, name, _NOTHING)
     if thing is _NOTHING or (callable_only and not callable(thing)):
-        own = [
+        names = [
             key
             for key, value in vars(module).items()
             if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
         ]
-        near = nearest(name, own)
-        hint = f"did you mean {near!r}?" if near is not None else f"there are: {', '.join(own) or 'none'}"
+        near = nearest(name, names)
+        hint = f"did you mean {near!r}?" if near is not None else f"there are: {', '.join(names) or 'none'}"
         raise ConfigError(f"{what}: {place} has no {'function ' if callable_only else ''}{name!r}; {hint}")
     return thing
 

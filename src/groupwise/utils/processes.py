@@ -252,7 +252,7 @@ def _spawn(
     folder: str | None,
     variables: Mapping[str, str],
 ) -> subprocess.Popen:
-    found = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    search = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     out = subprocess.DEVNULL if options["quiet"] else 2
     descriptors = (lifeline.fileno(), channel.fileno())
     # -P: the folder of this file must not come first on the path.  A session of its own: Ctrl-C reaches the parent only.
@@ -262,7 +262,7 @@ def _spawn(
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=out,
-        env=environment_of_others() | found | dict(variables),
+        env=environment_of_others() | search | dict(variables),
         cwd=folder,
         start_new_session=True,
     )

@@ -46,7 +46,7 @@ def json_line(value: Any) -> str:
     '{"é": "\\u001b \\u202e"}\n'
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _BARE.sub(lambda found: f"\\u{ord(found.group()):04x}", text) + "\n"
+    return _BARE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
 
 
 class Harmless(logging.Filter):

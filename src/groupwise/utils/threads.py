@@ -49,17 +49,17 @@ class Thread:
     def _serve(self, seconds: float | None) -> None:
         while True:
             try:
-                given = self._work.get(timeout=seconds)
+                task = self._work.get(timeout=seconds)
             except queue.Empty:
                 with _lock:
                     if self not in _idle:  # it was taken just now: work is on its way
                         continue
                     _idle.remove(self)
                 return
-            if given is None:
+            if task is None:
                 return
-            future, work, name = given
-            del given
+            future, work, name = task
+            del task
             threading.current_thread().name = name or threading.current_thread().name
             _run(future, work)
             del future, work  # an idle thread keeps nothing alive

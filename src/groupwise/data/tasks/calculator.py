@@ -52,14 +52,18 @@ class Calculator(Generated):
         """`n` rows: direct answers, calls, and answers read off the result of a call."""
         rng, rows = random.Random(f"demonstrations/{seed}"), []
         for row in self._questions(rng, held_out=False):
-            asked = {"role": "user", "content": row["prompt"]}
+            question = {"role": "user", "content": row["prompt"]}
             written = self.completion(row, rng)
-            rows.append({**row, "prompt": [asked], "completion": written})
+            rows.append({**row, "prompt": [question], "completion": written})
             if written.startswith("<tool_call>"):
                 call = json.loads(written.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-                told = decimal(evaluate(parse(call["arguments"]["expression"])))
-                said = [asked, {"role": "assistant", "content": written}, {"role": "tool", "name": "calculate", "content": told}]
-                rows.append({**row, "prompt": said, "completion": f"\\boxed{{{told}}}"})
+                result = decimal(evaluate(parse(call["arguments"]["expression"])))
+                conversation = [
+                    question,
+                    {"role": "assistant", "content": written},
+                    {"role": "tool", "name": "calculate", "content": result},
+                ]
+                rows.append({**row, "prompt": conversation, "completion": f"\\boxed{{{result}}}"})
             if len(rows) >= n:
                 break
         return list(islice(rows, n))

@@ -44,8 +44,8 @@ class Guessing:
                 if guess == secret:
                     break
                 low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
-                told = HIGHER if guess < secret else LOWER
-                messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": told}]
+                answer = HIGHER if guess < secret else LOWER
+                messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": answer}]
         return rows[:n]
 
     def prompts(self, n: int, seed: int) -> list[Row]:

@@ -92,10 +92,10 @@ class Preferences(Paired):
 
     def question(self, rng: random.Random) -> Row:
         """One of four kinds: opposites, what kind of thing, what colour, the larger or smaller of two numbers."""
-        asked, given, answer, wrong, sentence = rng.choice((_opposite, _kind, _colour, _number))(rng)
-        instruction = f"{rng.choice(NAMES)} asks: {asked}"
-        row = {"instruction": instruction, "input": given, "answer": answer, "wrong": wrong, "sentence": sentence}
-        return {"prompt": f"{instruction}\n{given}" if given else instruction, **row}
+        wording, context, answer, wrong, sentence = rng.choice((_opposite, _kind, _colour, _number))(rng)
+        instruction = f"{rng.choice(NAMES)} asks: {wording}"
+        row = {"instruction": instruction, "input": context, "answer": answer, "wrong": wrong, "sentence": sentence}
+        return {"prompt": f"{instruction}\n{context}" if context else instruction, **row}
 
     def completion(self, row: Row, rng: random.Random) -> str:
         """An answer in either tone, now and then a wrong one."""
@@ -147,8 +147,10 @@ Question = tuple[str, str, str, str, str]
 def _opposite(rng: random.Random) -> Question:
     (a, b), other = rng.sample(OPPOSITES, 2)
     word, answer = rng.choice(((a, b), (b, a)))
-    asked = rng.choice(("What is the opposite of {}?", "Give the opposite of {}.", "Name the word that means the opposite of {}."))
-    return asked.format(word), "", answer, rng.choice(other), f"The opposite of {word} is {{}}."
+    instruction = rng.choice(
+        ("What is the opposite of {}?", "Give the opposite of {}.", "Name the word that means the opposite of {}.")
+    )
+    return instruction.format(word), "", answer, rng.choice(other), f"The opposite of {word} is {{}}."
 
 
 def _kind(rng: random.Random) -> Question:
@@ -161,8 +163,8 @@ def _kind(rng: random.Random) -> Question:
 def _colour(rng: random.Random) -> Question:
     answer, wrong = rng.sample(sorted(COLOURS), 2)
     thing = rng.choice(COLOURS[answer])
-    asked = rng.choice(("What colour is {}?", "Name the colour of {}.")).format(thing)
-    return asked, "", answer, wrong, f"{thing[0].upper()}{thing[1:]} is {{}}."
+    instruction = rng.choice(("What colour is {}?", "Name the colour of {}.")).format(thing)
+    return instruction, "", answer, wrong, f"{thing[0].upper()}{thing[1:]} is {{}}."
 
 
 def _number(rng: random.Random) -> Question:
