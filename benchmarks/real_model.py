@@ -11,12 +11,14 @@ other.  A result is written when its experiment ends, so the script goes on wher
 `groupwise get smollm2`.
 
 Accuracy is measured on 64 held-out prompts: greedily, and as the mean of 8 samples.  What was forgotten is measured by the mean
-log-prob of a token of ordinary English, before and after, and by the greedy accuracy on the two tasks that were not trained.
+log-prob of a token of ordinary English, written as the answer to a message, and by the greedy accuracy on the two tasks that were
+not trained.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import math
@@ -70,19 +72,19 @@ TEXT = (
     "older one has a stone bridge with five arches, built by a mason whose name nobody knows. On market days farmers sell cheese, "
     "apples and honey there, and children fish from the wall.",
 )
-"""Ordinary English, written for this script: what stands before, and what is scored."""
+"""Ordinary English, written for this script: a message, and what is scored as its answer."""
 
 
 Experiment = Callable[[Path, Device], tuple[str, dict[str, Any]]]
 """One training: a folder for its runs and a device -> the trained model, and notes for the result."""
 
 
-def recipe(task: str, *overrides: str) -> Experiment:
-    """An experiment that is a bundled recipe with overrides."""
+def recipe(task: str, *overrides: str, name: str | None = None) -> Experiment:
+    """An experiment that is a bundled recipe with overrides.   name: of the recipe, default that of the task."""
 
     def run(folder: Path, device: Device) -> tuple[str, dict[str, Any]]:
         plain = (f"runs={folder}", "name=run", "threads=1", f"model.device={device}", "save.every=0", "save.rollouts_every=0")
-        gw.train(gw.load_recipe(str(ROOT / f"recipes/smollm2-{task}.yaml"), [*plain, *overrides])).run(quiet=True)
+        gw.train(gw.load_recipe(str(ROOT / f"recipes/smollm2-{name or task}.yaml"), [*plain, *overrides])).run(quiet=True)
         points = curve(folder / "run")
         last = {key: value for key, value in points[-1].items() if key != "step"}
         return str(folder / "run"), {"curve": points, f"{task} greedy": last["greedy"], **last}
@@ -159,12 +161,16 @@ def experiments() -> dict[str, Experiment]:
         for task in ("sums", "words"):
             for objective in OBJECTIVES:
                 rows[f"objective/{task}, {objective}/{seed}"] = recipe(task, f"seed={seed}", f"objective={objective}", *ONCE)
+    for seed in SEEDS:
+        rows[f"json/self-distillation/{seed}"] = recipe("json", f"seed={seed}", "eval.every=10", name="hints")
+        rows[f"json/rejection, 3 rounds/{seed}"] = rejection("json", seed, 3)
+        rows[f"words/rejection, 3 rounds/{seed}"] = rejection("words", seed, 3)
     return rows
 
 
 def judged(task: str, model: str, device: Device, notes: dict[str, Any]) -> dict[str, Any]:
     """What the notes lack: accuracy on the model's task, greedy accuracy on the others, log-prob of ordinary English."""
-    policy = gw.load_policy(model, device=device)
+    policy = dataclasses.replace(gw.load_policy(model, device=device), chat=True)
     result = dict(notes)
 
     def answers(questions: str, temperature: float, samples: int) -> list[list[float]]:
