@@ -228,32 +228,59 @@ def place(result: dict[str, Any]) -> str:
     return f"{card}{beside}, torch {machine['torch']}, transformers {machine['transformers']}"
 
 
-def table(results: dict[str, Any], prefixes: Sequence[str]) -> str:
-    """A Markdown table for each machine: mean over the seeds with its 95 % interval, and how many seeds there are."""
-    columns = ("", "seeds", "greedy", "sampled", "pass@8", *(f"{task}, greedy" for task in TASKS), "log-prob of ordinary text")
-    columns += ("seconds", "processor seconds")
-    chosen = {name: result for name, result in results.items() if name.startswith(tuple(prefixes))}
-    lines: list[str] = []
-    for where in dict.fromkeys(map(place, chosen.values())):
-        lines += [f"Measured on {where}.", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for name, result in chosen.items():
-            if place(result) == where:
-                groups.setdefault(name.rpartition("/")[0], []).append(result)
-        for name, rows in groups.items():
-            keys = ("greedy", "sampled", "pass@8", *(f"{task} greedy" for task in TASKS), "text")
-            cells = [interval([row[key] for row in rows]) for key in keys]
-            seconds = [f"{statistics.mean(row[key] for row in rows):.0f}" for key in ("wall", "seconds")]
-            lines.append("| " + " | ".join([name, str(len(rows)), *cells, *seconds]) + " |")
-        lines.append("")
-    return "\n".join(lines)
+def tables(results: dict[str, Any]) -> str:
+    """The tables of docs/real-model.md: methods for each task, stale weights, objectives."""
+    accuracies = {name: name for name in ("greedy", "sampled", "pass@8")}
+    parts: list[str] = []
+    for task in TASKS:
+        methods = dict.fromkeys(name.split("/")[1] for name in results if name.startswith(f"{task}/"))
+        others = {f"greedy on {other}": f"{other} greedy" for other in TASKS if other != task}
+        columns = accuracies | others | {"log-prob of text": "text", "seconds": "wall"}
+        parts.append(
+            table(results, task, {method: {name: (f"{task}/{method}", key) for name, key in columns.items()} for method in methods})
+        )
+    for key in ("sampled", "greedy"):
+        current = {"none": "objective/sums, grpo", "cispo": "objective/sums, cispo"}
+        steps = {f"{ahead}": {name: (f"stale/{name}, {ahead}", key) for name in STALE} for ahead in (1, 2, 4, 8)}
+        parts.append(table(results, f"steps ahead, {key}", {"0": {name: (current.get(name, ""), key) for name in STALE}, **steps}))
+    columns = [(task, key) for task in ("sums", "words") for key in ("greedy", "sampled")]
+    parts.append(
+        table(
+            results,
+            "objective",
+            {one: {f"{task}, {key}": (f"objective/{task}, {one}", key) for task, key in columns} for one in OBJECTIVES},
+        )
+    )
+    return "\n\n".join(parts)
+
+
+def table(results: dict[str, Any], corner: str, rows: dict[str, dict[str, tuple[str, str]]]) -> str:
+    """A Markdown table under a line that says where it was measured.
+
+    rows: label -> column -> the experiments' name without their seed, and what of their results is shown: mean and 95 % interval.
+    """
+    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+    lines = ["| " + " | ".join([corner, "seeds", *columns]) + " |", "|---" * (len(columns) + 2) + "|"]
+    places: dict[str, None] = {}
+    for label, cells in rows.items():
+        texts, most = [], 0
+        for column in columns:
+            group, key = cells.get(column, ("", ""))
+            found = [result for name, result in results.items() if name.rpartition("/")[0] == group]
+            texts.append(interval([one[key] for one in found]) if found else "")
+            most = max(most, len(found))
+            for one in found:
+                places[place(one)] = None
+        if most:
+            lines.append("| " + " | ".join([label, str(most), *texts]) + " |")
+    return "Measured on " + " and on ".join(places) + ".\n\n" + "\n".join(lines)
 
 
 def interval(values: Sequence[float]) -> str:
     """Mean and half the width of Student's 95 % interval over seeds."""
     average = sum(values) / len(values)
-    if len(values) < 2:
-        return f"{average:.2f}"
+    if len(values) < 2 or average > 10:  # seconds
+        return f"{average:.2f}" if average < 10 else f"{average:.0f}"
     spread = math.sqrt(sum((value - average) ** 2 for value in values) / (len(values) - 1))
     quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}[len(values)]
     return f"{average:.2f} ±{quantile * spread / math.sqrt(len(values)):.2f}"
@@ -271,8 +298,7 @@ def main() -> None:
     results = stored()
     names = [name for name in experiments() if options.text in name]
     if options.table:
-        for prefixes in (TASKS, ("stale/", "objective/sums, grpo", "objective/sums, cispo"), ("objective/",)):
-            print(table(results, tuple(prefixes)))
+        print(tables(results))
     elif options.list:
         for name in names:
             print(f"{name:40} {'has a result' if name in results else ''}")
