@@ -43,6 +43,7 @@ from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.saving import save
+from groupwise.models.scratch import scratch_model
 from groupwise.records import Prompt
 from groupwise.runs.origin import Origin
 from groupwise.training.passes import score
@@ -781,16 +782,30 @@ def cells(notebook: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_twice_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook_runs_twice_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a tiny model where `groupwise get` puts SmolLM2.  It cannot learn sums; that real models do is measured elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokenizer = byte_tokenizer()
+    model = scratch_model(
+        settings.ScratchSettings(hidden=32, layers=1, heads=2), vocabulary=len(tokenizer), eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id, bos_id=None, seed=0,
+    )  # fmt: skip
+    folder = tmp_path / "groupwise/models/smollm2"
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     said = []
     for _ in range(2):
         space: dict[str, Any] = {"__name__": "__main__"}
         for cell in cells(ROOT / "docs" / "notebook.ipynb"):
             exec(compile(cell, "cell", "exec"), space)
         said.append(capsys.readouterr().out)
-        assert space["rewards"][-1] > space["rewards"][0] + 0.3
-        assert len(space["texts"]) == 2 and space["logp"].shape == (2,)
-    assert said[0].count("reward") == 13 and said[1].count("reward") == 1  # the second time the run has finished
+        assert len(space["rewards"]) == 12
+        assert len(space["texts"]) == 2 and space["logp"].shape == (14,)
+    assert said[0].count("without a number") == 12 and said[0].count("held out") == 2
+    assert said[1].count("without a number") == 0  # the second time the run has finished
     assert said[0].splitlines()[-2:] == said[1].splitlines()[-2:]
 
 
