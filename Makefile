@@ -37,7 +37,7 @@ test-slow: $(VENV)/.test       ## sweeps over families, kill loops, browser, sev
 	$(TEST) -m slow
 
 test-faults: $(VENV)/.test     ## inject every fault, print how each ends, and make tests/faults/outcomes.md of it
-	$(TEST) -n 0 tests/faults --ignore tests/faults/test_page.py --fault-page tests/faults/outcomes.md
+	$(TEST) -n 0 tests/faults --fault-page tests/faults/outcomes.md
 
 test-vllm: $(VENV)/.test $(VLLM)/.done   ## the tests that need a real vLLM server (installs one: 2.5 GB)
 	GROUPWISE_VLLM=$(CURDIR)/$(VLLM) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/vllm

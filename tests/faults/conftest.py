@@ -1,8 +1,7 @@
-"""Faults: each test injects one and says how the run must end.  `@pytest.mark.fault(case, injected, outcome)` names it, and
-`@pytest.mark.trl(number, outcome)` says which of the 38 faults that TRL was put to it shows; one of its tests has the outcome.
+"""Faults: each test injects one and says how the run must end.  `@pytest.mark.fault(case, injected, outcome)` names it.
 
-After the tests both tables are printed: case, what was injected, the exit code, the outcome, and whether it came; and the 38 with
-what TRL does.  With `--fault-page FILE` they become that page, if all tests ran and passed.
+After the tests a table is printed: case, what was injected, the exit code, the outcome, and whether it came.  With
+`--fault-page FILE` it becomes that page, if all tests ran and passed.
 """
 
 from __future__ import annotations
@@ -124,17 +123,6 @@ def passed(item: pytest.Item) -> bool:
     return bool(reports) and all(report.passed for report in reports)
 
 
-def ours_of(session: pytest.Session) -> dict[int, tuple[str, bool]]:
-    """For each of TRL's faults that a test was run for: what Groupwise does, and whether all its tests passed."""
-    found: dict[int, tuple[str, bool]] = {}
-    for item in getattr(session, "items", ()):
-        for mark in item.iter_markers("trl"):
-            number, outcome = (*mark.args, "")[:2]
-            before, good = found.get(number, ("", True))
-            found[number] = (outcome or before, good and passed(item))
-    return dict(sorted(found.items()))
-
-
 def rows_of(session: pytest.Session) -> list[Row]:
     """One row a fault; several tests of one fault are one row."""
     found: dict[tuple[str, str], Row] = {}
@@ -157,27 +145,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    session, write = terminalreporter._session, terminalreporter.write_line
-    rows, ours, page = rows_of(session), ours_of(session), _page()
+    rows, write = rows_of(terminalreporter._session), terminalreporter.write_line
     if rows:
         wide = max(len(row.case) for row in rows)
         terminalreporter.section("faults")
         for row in rows:
             write(f"{row.case:{wide}}  {row.injected} -> exit {row.status}: {row.outcome}{'' if row.passed else '  [NOT SO]'}")
         write(f"{sum(row.passed for row in rows)} of {len(rows)} faults end as they must")
-    if ours:
-        terminalreporter.section("the same for TRL")
-        for number, (outcome, good) in ours.items():
-            injected, theirs = page.TRL[number - 1]
-            write(f"{number:2}  {injected} -> TRL: {theirs} | Groupwise: {outcome}{'' if good else '  [NOT SO]'}")
-        write(f"{sum(good for _, good in ours.values())} of {len(page.TRL)} of TRL's faults end as they must")
     if (place := config.getoption("--fault-page")) is not None:
-        whole = len(ours) == len(page.TRL) and all(good for _, good in ours.values()) and all(row.passed for row in rows)
-        if exitstatus or not whole:
+        if exitstatus or not all(row.passed for row in rows):
             write(f"{place} was not written: not all ended as they must")
         else:
-            text = page.page_of(rows, {number: outcome for number, (outcome, _) in ours.items()})
-            Path(place).write_text(text, encoding="utf-8")
+            Path(place).write_text(_page().page_of(rows), encoding="utf-8")
             write(f"{place}: written")
 
 

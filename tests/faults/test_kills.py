@@ -11,7 +11,6 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.fault("C2", "kill -9 at random moments, half of them inside a save", "resumed by itself to the same bits")
 @pytest.mark.parametrize(("kinds", "kills"), [("grpo,dpo", "4"), ("sharded", "2")])
-@pytest.mark.trl(26, "resumes by itself")
 def test_c2_killed_runs_come_to_the_same_bits(kinds: str, kills: str, tmp_path: Path, forked: Any) -> None:
     """Twice each, once of them inside a save."""
     script = Path(__file__).with_name("kill_runs.py").read_text(encoding="utf-8")

@@ -76,8 +76,6 @@ def saved(folder: Path) -> int | None:
 @pytest.mark.fault(
     "T1c", "a reward raises at step 3, before any checkpoint", "RewardError; step 2 is saved, the run continues from it"
 )
-@pytest.mark.trl(1, "one message; the last whole step is saved")
-@pytest.mark.trl(30, "equal")
 def test_t1c_an_error_of_a_reward_saves_the_last_whole_step(
     recipe: Callable, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
@@ -877,7 +875,6 @@ def test_a_damaged_record_of_the_inputs_is_told_of(tmp_path: Path, caplog: pytes
 @pytest.mark.fault(
     "T31/X1a", "a pickle bomb as a model's weights (pytorch_model.bin)", "ConfigError: take .safetensors; nothing is run"
 )
-@pytest.mark.trl(31)
 def test_t31_a_pickle_bomb_as_weights(tiny_policy: Callable, tmp_path: Path) -> None:
     save(tiny_policy(), tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()

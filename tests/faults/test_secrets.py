@@ -194,7 +194,6 @@ def test_what_is_no_secret_is_left_as_it_is(value: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault("X6b", "secrets under 37 names and in 15 texts, in a recipe", "0 of them in the run folder")
-@pytest.mark.trl(32, "redacted")
 def test_x6b_no_secret_of_a_recipe_is_in_the_run_folder(recipe: Callable, tmp_path: Path) -> None:
     hidden = {name: f"VALUE-{place:02}-zz" for place, name in enumerate(NAMES)}
     texts = {f"text{place}": text.format(*["VALUE-1zz"] * 2) for place, text in enumerate(TEXTS)}
