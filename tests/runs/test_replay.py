@@ -68,6 +68,17 @@ def test_each_step_is_replayed_from_wherever_its_weights_can_be_had(run: Path) -
     assert "weights after the step" not in {figure.name for figure in replayed[3].figures}
 
 
+def test_a_metric_that_this_version_does_not_compute_is_no_difference(run: Path) -> None:
+    """Another version's, or one that a reward function logged."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    written = [line | ({"log/seen": 3.0} if line["step"] == 5 else {}) for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    (run / "checksums.txt").unlink()
+    replayed = replay(run, 5)
+    assert replayed.same
+    assert [note for note in replayed.notes if "log/seen" in note] == ["log/seen: no metrics that a replay computes"]
+
+
 def test_without_a_model_the_loss_and_its_gradient_are_the_runs(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     replayed = replay(run, 4, model=False)

@@ -42,7 +42,6 @@ from groupwise.runs.saving import REFERENCE, check_reference, reader
 from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.groups import COMPUTED, RecordedRollouts
-from groupwise.training.metric_table import find
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import train_online
 from groupwise.training.samples import minibatches, weigh
@@ -182,6 +181,9 @@ def replay(folder: Path | str, number: int, changes: Sequence[str] = (), *, mode
             *_closed_figures(recorded, again, apart),
             *(_figures(folder, recorded, again, apart) if begun is not None else ()),
         ]
+        if again.step is not None:
+            lost = [name for name in recorded.metrics.keys() - again.step.metrics.keys() if not name.startswith(TIMES)]
+            notes += [f"{', '.join(sorted(lost))}: no metrics that a replay computes"] if lost else []
         if again.without:
             notes.append(f"loss and gradient of every log-prob: {again.without}")
         mismatch = None if begun is None else _mismatch(folder, recipe, algorithm, again, begun)
@@ -490,9 +492,8 @@ def _figures(folder: Path, recorded: Step, again: ReplayedStep, apart: str | Non
             then, now = ([c for group in found.groups for c in group.signals.get(name, ())] for found in (recorded, step))
             yield _figure(name, then, now, limit)
     for name, value in recorded.metrics.items():
-        if not name.startswith(TIMES) and find(name) is not None:
-            found = step.metrics.get(name, math.nan)
-            yield _figure(name, [np.array([value])], [np.array([found])], limit * max(1.0, abs(value)))
+        if not name.startswith(TIMES) and name in step.metrics:
+            yield _figure(name, [np.array([value])], [np.array([step.metrics[name]])], limit * max(1.0, abs(value)))
     saved = checkpoint.place(folder, recorded.number)
     if saved.is_dir() and not checkpoint.damage(saved):
         kept_weights, own_weights = _weights(saved, learner)
