@@ -198,7 +198,7 @@ def test_check_looks_at_what_the_run_trained(there: Path, capsys: pytest.Capture
 
 
 def test_explain_works_a_recorded_step_through(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from groupwise.runs.folder import read_step
+    from groupwise.runs.recorded import read_step
 
     assert main(["explain", RUN, "--step", "2"]) == 0
     said = capsys.readouterr().out

@@ -32,7 +32,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import yaml
 
 from groupwise.runs.checkpoint import damage, latest, step_of
-from groupwise.runs.folder import finished, read_metrics, unfinished
+from groupwise.runs.folder import finished, unfinished
+from groupwise.runs.recorded import read_metrics
 from groupwise.runs.stages import train_recipe
 from groupwise.utils.files import NEW, digest
 

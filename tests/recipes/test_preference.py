@@ -18,7 +18,7 @@ from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.loading import load_policy
-from groupwise.runs.folder import list_rollouts, read_step
+from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.runs.stages import train_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

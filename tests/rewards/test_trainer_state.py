@@ -19,7 +19,7 @@ from groupwise.records import Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.find import LiveReward
 from groupwise.rewards.trainer_state import Notes, TrainerState
-from groupwise.runs.folder import read_metrics, read_step
+from groupwise.runs.recorded import read_metrics, read_step
 
 OWN = """\
 import numpy as np

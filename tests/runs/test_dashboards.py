@@ -23,7 +23,7 @@ from groupwise.config.settings import Recipe, SaveSettings
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.runs.dashboards import base
-from groupwise.runs.folder import RunLog
+from groupwise.runs.log import RunLog
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
 

@@ -20,7 +20,7 @@ from groupwise.cli import commands
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.runs import replay as replaying
-from groupwise.runs.folder import read_metrics, read_step
+from groupwise.runs.recorded import read_metrics, read_step
 from groupwise.runs.replay import replay
 from groupwise.runs.run import train
 from groupwise.runs.run_files import CHECKSUMS

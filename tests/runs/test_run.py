@@ -26,7 +26,8 @@ from groupwise.data.vocabulary import from_table
 from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.models.saving import save
 from groupwise.runs import recorded
-from groupwise.runs.folder import choose_folder, read_step
+from groupwise.runs.folder import choose_folder
+from groupwise.runs.recorded import read_step
 from groupwise.runs.run import Run, train
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.stages import train_recipe

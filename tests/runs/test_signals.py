@@ -27,7 +27,7 @@ from groupwise.errors import Ended, PeerError
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs import signals
 from groupwise.runs.checkpoint import latest, step_of
-from groupwise.runs.folder import RunLog
+from groupwise.runs.log import RunLog
 from groupwise.runs.run import train
 from groupwise.runs.signals import endings
 from groupwise.training import evaluate

@@ -14,7 +14,7 @@ from groupwise.algorithms.table import PARTS
 from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe, parse_recorded
 from groupwise.errors import ConfigError
-from groupwise.runs.folder import RunLog
+from groupwise.runs.log import RunLog
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import named_code, seal, sealed
 

@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 from groupwise.data import vocabulary
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
-from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
+from groupwise.runs.folder import CONFIG, DONE
+from groupwise.runs.recorded import METRICS, TOKENS
 from groupwise.runs.run_files import CHECKSUMS, RunFiles
+from groupwise.runs.starts import ENVIRONMENT
 
 HOSTILE = (
     "<script>window.pwned = 1</script>",
@@ -134,17 +136,17 @@ def make_run(
 ) -> Path:
     """A finished run folder of small steps."""
     folder.mkdir(parents=True)
-    (folder / runlog.CONFIG).write_text(config, encoding="utf-8")
+    (folder / CONFIG).write_text(config, encoding="utf-8")
     start = {"versions": {"torch": "2.13.0"}, "cpu": "a processor", "command": ["groupwise", "train"]}
-    (folder / runlog.ENVIRONMENT).write_text(json.dumps({"attempts": [start]}), encoding="utf-8")
+    (folder / ENVIRONMENT).write_text(json.dumps({"attempts": [start]}), encoding="utf-8")
     pieces = Vocabulary([*(bytes([byte]) for byte in range(256)), b"<|end|>"], frozenset({256}))
-    (folder / runlog.TOKENS).write_bytes(vocabulary.to_bytes(pieces))
+    (folder / TOKENS).write_bytes(vocabulary.to_bytes(pieces))
     for number in range(1, steps + 1):
         add_step(folder, number, **keywords)
     if evaluated:
         held = make_step(steps)
         recorded.write(RunFiles(folder), recorded.EVALUATIONS, Step(number=steps, metrics={}, groups=held.groups), folder.name)
-    (folder / runlog.DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
+    (folder / DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
     return folder
 
 
@@ -205,7 +207,7 @@ def add_step(folder: Path, number: int, **keywords: object) -> None:
     limit = {"tokens/shared": 90.0, "tokens/dead": 20.0, "tokens/recomputed": 0.0, "flops/per_second": 2.5e6}
     times = {"time/rollout": 1.0, "time/update": 3.0}
     line = {"step": number, **step.metrics, **limit, **times, "wall": 1.7e9 + 10 * number}
-    with open(folder / runlog.METRICS, "a", encoding="utf-8") as file:
+    with open(folder / METRICS, "a", encoding="utf-8") as file:
         file.write(json.dumps({name: str(value) if value != value else value for name, value in line.items()}) + "\n")
 
 
@@ -226,7 +228,7 @@ def make_large(folder: Path, steps: int = 10_000, *, groups: int = 8, size: int 
             compression="zstd",
         )
     names = [f"metric/{i}" for i in range(34)]
-    with open(first / runlog.METRICS, "w", encoding="utf-8") as file:
+    with open(first / METRICS, "w", encoding="utf-8") as file:
         for step in range(1, steps + 1):
             line = {
                 "step": step,
@@ -235,7 +237,7 @@ def make_large(folder: Path, steps: int = 10_000, *, groups: int = 8, size: int 
                 **dict(zip(names, chance.random(34).round(6), strict=True)),
             }
             file.write(json.dumps({**line, "tokens/sampled": rows * tokens, "wall": 1.7e9 + step}) + "\n")
-    (first / runlog.DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
+    (first / DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
     return first
 
 

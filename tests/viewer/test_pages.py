@@ -18,8 +18,8 @@ import pytest
 
 from groupwise.config.schema import lookup
 from groupwise.errors import DataError
-from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
+from groupwise.runs.recorded import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.viewer import health, questions, replays
@@ -101,7 +101,7 @@ def test_long_completions_come_in_parts_that_fit_together(made: Any, tmp_path: P
 
 
 def test_curves_are_the_metrics_and_long_runs_are_thinned(run_folder: Path) -> None:
-    lines = runlog.read_metrics(run_folder)
+    lines = read_metrics(run_folder)
     shown = Pages(open_sources([run_folder])).answer("curves", {"run": "0"})
     assert shown["steps"] == [line["step"] for line in lines]
     np.testing.assert_allclose(shown["values"]["reward"], [line["reward"] for line in lines], rtol=1e-5)
@@ -118,15 +118,15 @@ def test_metrics_follow_a_file_that_grows_and_one_that_is_replaced(made: Any, tm
     folder = made.make_run(tmp_path / "growing", 2)
     metrics = open_source(folder).metrics()
     made.add_step(folder, 3)
-    with open(folder / runlog.METRICS, "a") as file:
+    with open(folder / METRICS, "a") as file:
         file.write('{"step": 4, "rew')  # half a line: the run is writing it
     assert list(metrics.refresh().steps) == [1, 2, 3]
-    with open(folder / runlog.METRICS, "a") as file:
+    with open(folder / METRICS, "a") as file:
         file.write('ard": 0.5}\nnot json\n')
     assert list(metrics.refresh().steps) == [1, 2, 3, 4]
     assert math.isnan(metrics.values["entropy"][3])
-    whole = (folder / runlog.METRICS).read_text().splitlines()[0]
-    files.write(folder / runlog.METRICS, (whole + "\n").encode())
+    whole = (folder / METRICS).read_text().splitlines()[0]
+    files.write(folder / METRICS, (whole + "\n").encode())
     assert list(metrics.refresh().steps) == [1]
 
 
@@ -241,8 +241,8 @@ def test_compare_pairs_groups_by_their_prompt(run_folder: Path, other_folder: Pa
 
 def test_flags_say_what_was_measured() -> None:
     raised = health.flags([{"completions/clipped_ratio": 0.9, "reward": math.nan}])
-    assert raised[0]["meaning"].startswith("90%")
-    assert [flag["metric"] for flag in raised] == ["completions/clipped_ratio", "reward"]
+    assert raised[1]["meaning"].startswith("90%")
+    assert [flag["metric"] for flag in raised] == ["reward", "completions/clipped_ratio"]
     assert health.flags([{"entropy": 1.0}]) == []
 
 

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from groupwise.config.recipes import load_recipe, load_stages
 from groupwise.config.settings import EngineSettings, ModelSettings, Recipe
 from groupwise.models.loading import load_policy
-from groupwise.runs.folder import read_step
 from groupwise.runs.job import make_job
+from groupwise.runs.recorded import read_step
 from groupwise.runs.run import train
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of

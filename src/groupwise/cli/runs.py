@@ -23,7 +23,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print a line a run."""
     from groupwise.errors import RunError
-    from groupwise.runs.folder import last_metrics, list_runs, standing
+    from groupwise.runs.folder import list_runs, standing
+    from groupwise.runs.recorded import last_metrics
     from groupwise.runs.run_files import RunFiles
 
     root = Path(options.folder)

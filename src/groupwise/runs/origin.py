@@ -13,7 +13,8 @@ from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import parse
 from groupwise.errors import RunError
-from groupwise.runs.folder import CONFIG, LARGEST_CONFIG, METRICS, read_metrics
+from groupwise.runs.folder import CONFIG, LARGEST_CONFIG
+from groupwise.runs.recorded import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils.files import expanded
 

@@ -33,12 +33,14 @@ from groupwise.rewards.compose import combine
 from groupwise.rollout.dynamic_sampling import Collected
 from groupwise.runs import checkpoint
 from groupwise.runs.engines import sampled_elsewhere
-from groupwise.runs.folder import CONFIG, ENVIRONMENT, FINAL, LARGEST_CONFIG, attempts_of, environment, read_step
+from groupwise.runs.folder import CONFIG, FINAL, LARGEST_CONFIG
 from groupwise.runs.job import Learner, make_learner
 from groupwise.runs.origin import Origin
 from groupwise.runs.prepare import blueprint_of, modelled
+from groupwise.runs.recorded import read_step
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.saving import REFERENCE, check_reference, reader
+from groupwise.runs.starts import ENVIRONMENT, attempts_of, environment
 from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.groups import COMPUTED, RecordedRollouts

@@ -24,15 +24,17 @@ from groupwise.models.saving import export
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.dashboards import base as dashboards
-from groupwise.runs.folder import FINAL, Lock, RunLog, choose_folder, record_end
+from groupwise.runs.folder import FINAL, Lock, choose_folder
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.job import Job, Judged
+from groupwise.runs.log import RunLog
 from groupwise.runs.model_card import write_card
 from groupwise.runs.policies import fit_threads
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.saving import REFERENCE, Saver, check_reference, newest_checkpoint, resumed_job, set_failure_hint
 from groupwise.runs.signals import endings
 from groupwise.runs.stage_outputs import resolved
+from groupwise.runs.starts import record_end
 from groupwise.runs.trust import seal
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files

@@ -12,7 +12,8 @@ from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError
-from groupwise.runs.folder import FINAL, list_rollouts, read_step
+from groupwise.runs.folder import FINAL
+from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.training.preferences import preference_rows
 from groupwise.utils import files
 

@@ -23,9 +23,11 @@ from groupwise.data import vocabulary
 from groupwise.data.rollout_table import bounded_table, family, jsonable
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError, RunError
-from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
+from groupwise.runs.folder import CONFIG, DONE, LARGEST_CONFIG, standing
+from groupwise.runs.recorded import METRICS, MOST_PROBLEMS, TOKENS, LogReader, last_metrics
 from groupwise.runs.run_files import RunFiles, bounded_json
+from groupwise.runs.starts import ENVIRONMENT, attempts_of
 from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import logger
 
@@ -43,7 +45,7 @@ class Metrics:
     """metrics.jsonl as columns, read on as the file grows."""
 
     def __init__(self, files: RunFiles | None) -> None:
-        self._reader = None if files is None else runlog.LogReader(files)
+        self._reader = None if files is None else LogReader(files)
         self._lock = threading.Lock()
         self.problems: list[str] = []
         self._clear()
@@ -186,16 +188,16 @@ class RunSource(CompletionSource):
         """Live while a process holds the run's lock, finished once the run has marked its end, failed by an error, else stopped."""
         steps, planned = self.metrics().steps, self.config().get("steps")
         last = steps[-1] if len(steps) else 0
-        state, why = runlog.standing(self.files)
-        if self.files.has(runlog.DONE):
-            self._try(runlog.DONE, lambda: self.files.json(runlog.DONE), None)
+        state, why = standing(self.files)
+        if self.files.has(DONE):
+            self._try(DONE, lambda: self.files.json(DONE), None)
         return {"state": state, "why": why, "last": last, "planned": planned if isinstance(planned, int) else None}
 
     def brief(self) -> tuple[dict[str, Any], list[str]]:
         """`state`, and the names of the metrics, by the last line of the log alone."""
-        line = self._try(runlog.METRICS, lambda: runlog.last_metrics(self.files), {})
+        line = self._try(METRICS, lambda: last_metrics(self.files), {})
         names = [name for name, value in line.items() if isinstance(value, int | float) and name != "step"]
-        state, why = runlog.standing(self.files)
+        state, why = standing(self.files)
         return {"state": state, "why": why, "last": line.get("step", 0), "planned": None}, names
 
     def _steps(self, kind: str) -> dict[int, str]:
@@ -206,7 +208,7 @@ class RunSource(CompletionSource):
         if kind not in self._listed or self._listed[kind][0] != changed:
             steps, wrong = self._try(folder, lambda: recorded.steps(self.files, folder), ({}, []))
             if wrong:
-                self._note(folder, wrong[: runlog.MOST_PROBLEMS])
+                self._note(folder, wrong[:MOST_PROBLEMS])
             self._listed[kind] = changed, steps
         return self._listed[kind][1]
 
@@ -234,21 +236,21 @@ class RunSource(CompletionSource):
 
     def config(self) -> dict[str, Any]:
         """From `config.yaml`; empty if it cannot be read."""
-        if (changed := self.files.changed(runlog.CONFIG)) is None:
+        if (changed := self.files.changed(CONFIG)) is None:
             return {}
         if self._config[0] != changed:
-            self._config = changed, self._try(runlog.CONFIG, self._read_config, {})
+            self._config = changed, self._try(CONFIG, self._read_config, {})
         return self._config[1]
 
     def _read_config(self) -> dict[str, Any]:
-        document, problems = parse(self.files.text(runlog.CONFIG, runlog.LARGEST_CONFIG), str(self.path / runlog.CONFIG))
+        document, problems = parse(self.files.text(CONFIG, LARGEST_CONFIG), str(self.path / CONFIG))
         if problems:
             raise RunError(str(problems[0]))
         return dict(_flat(jsonable(document.values))) if isinstance(document.values, dict) else {}
 
     def environment(self) -> dict[str, Any]:
         """The last entry of `environment.json`, and how many starts there were; empty if it cannot be read."""
-        attempts = self._try(runlog.ENVIRONMENT, lambda: runlog.attempts_of(self.files), [])
+        attempts = self._try(ENVIRONMENT, lambda: attempts_of(self.files), [])
         return {**attempts[-1], "starts": len(attempts)} if attempts else {}
 
     def vocabulary(self) -> Vocabulary | None:
@@ -256,7 +258,7 @@ class RunSource(CompletionSource):
         if self._vocabulary is None:
             saved = self._try("checkpoints", lambda: self.files.names("checkpoints"), [])
             folders = ["final", "reference", *(f"checkpoints/{name}/policy" for name in saved)]
-            for name in (runlog.TOKENS, *(f"{folder}/tokenizer.json" for folder in folders)):
+            for name in (TOKENS, *(f"{folder}/tokenizer.json" for folder in folders)):
                 known = self._try(name, lambda name=name: self._read_vocabulary(name), None) if self.files.has(name) else None
                 if known is not None:
                     self._vocabulary = replace(known, pieces=[piece and piece[:PIECE] for piece in known.pieces])
@@ -265,7 +267,7 @@ class RunSource(CompletionSource):
 
     def _read_vocabulary(self, name: str) -> Vocabulary:
         try:
-            if name == runlog.TOKENS:
+            if name == TOKENS:
                 return vocabulary.from_table(bounded_table(self.files.read(name)))
             return vocabulary.from_json(self.files.json(name, TOKENIZER))
         except RunError:
@@ -321,11 +323,11 @@ def open_source(path: str | Path, name: str | None = None) -> CompletionSource:
     """A run folder or a file.  Raises DataError for anything else, with what could be meant."""
     path = Path(path)
     if path.is_dir():
-        if any(RunFiles(path).has(part) for part in (runlog.CONFIG, runlog.METRICS, recorded.ROLLOUTS)):
+        if any(RunFiles(path).has(part) for part in (CONFIG, METRICS, recorded.ROLLOUTS)):
             return RunSource(path, name)
-        inside = sorted(child.parent.name for child in path.glob(f"*/{runlog.CONFIG}"))
+        inside = sorted(child.parent.name for child in path.glob(f"*/{CONFIG}"))
         near = f"; there are runs in it: {', '.join(inside[:8])}" if inside else ""
-        raise DataError(f"{path} is no run folder (it holds no {runlog.CONFIG}){near}")
+        raise DataError(f"{path} is no run folder (it holds no {CONFIG}){near}")
     if path.suffix.lower() in DATA_SUFFIXES:
         return FileSource(path, name)
     raise DataError(f"{path} is neither a run folder nor a file that ends in {', '.join(DATA_SUFFIXES)}{near_path(path)}")
@@ -335,8 +337,8 @@ def open_sources(paths: Sequence[str | Path]) -> list[CompletionSource]:
     """Sources with names that tell them apart.  A folder of stages (`runs/demo`) stands for its stages."""
     opened: list[Path] = []
     for path in map(Path, paths):
-        stages = sorted(child.parent for child in path.glob(f"*/{runlog.CONFIG}")) if path.is_dir() else []
-        opened += stages if stages and not (path / runlog.CONFIG).exists() else [path]
+        stages = sorted(child.parent for child in path.glob(f"*/{CONFIG}")) if path.is_dir() else []
+        opened += stages if stages and not (path / CONFIG).exists() else [path]
     names = [path.name for path in opened]
     told = [path.name if names.count(path.name) == 1 else f"{path.absolute().parent.name}/{path.name}" for path in opened]
     return [open_source(path, name) for path, name in zip(opened, told, strict=True)]
