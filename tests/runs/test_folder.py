@@ -179,7 +179,7 @@ def test_resuming_takes_away_what_will_be_done_again(recipe: Recipe, tmp_path: P
 def test_a_killed_run_leaves_whole_lines(recipe: Recipe, tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import itertools, pickle;"
-        "from groupwise.runs.folder import RunLog; from groupwise.records import Step;"
+        "from groupwise.runs.log import RunLog; from groupwise.records import Step;"
         "from groupwise.config.recipes import load_recipe;"
         "log = RunLog(Path(sys.argv[1]), load_recipe(sys.argv[1] + '/r.yaml'));"
         "[log.write(Step(number=n, metrics={'reward': 1.0 * n})) or print(n, flush=True) for n in itertools.count(1)]"
