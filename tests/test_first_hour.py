@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,20 +24,6 @@ def script() -> ModuleType:
     sys.modules["first_hour"] = found
     spec.loader.exec_module(found)
     return found
-
-
-def test_the_page_is_of_this_script(script: ModuleType) -> None:
-    """Titles, files and commands; outputs are those of the last full run."""
-    page = script.PAGE.read_text(encoding="utf-8")
-    assert re.findall(r"^## (.*)$", page, flags=re.MULTILINE) == [part.title for part in script.PARTS]
-    assert re.findall(r"^\$ (.*)$", page, flags=re.MULTILINE) == [run.command for part in script.PARTS for run in part.runs]
-    for part in script.PARTS:
-        assert part.says in page
-        for language, name, text in part.files:
-            assert f"```{language} file={name}\n{text}```" in page
-    minutes = re.search(r"All commands together took ([\d.]+) minutes of processor time", page)
-    assert minutes is not None
-    assert float(minutes[1]) < 15
 
 
 @pytest.mark.slow

@@ -101,10 +101,3 @@ def test_reference_page_names_every_setting() -> None:
     assert all(f"| `{key}` |" in page for key in knobs())
     for line in page.splitlines():
         assert not line.startswith("|") or line.replace("\\|", "").count("|") == 5, line
-
-
-def test_the_page_in_docs_is_current() -> None:
-    page = Path(__file__).parents[2] / "docs" / "settings.md"
-    if not page.exists():
-        pytest.skip("docs/settings.md is not made yet: make docs")
-    assert page.read_text(encoding="utf-8") == reference()

@@ -109,25 +109,6 @@ def test_k4d_no_value_of_a_setting_is_a_traceback() -> None:
                 assert "\x1b" not in said
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"data": {"limit": 2}}, "prompts_per_step is 3"),
-        ({"rewards": [{"function": "accuracy", "args": {"column": "gold"}}]}, "gold"),
-        ({"group": {"surrogate": "nosuch:function"}}, "nosuch"),
-        ({"rewards": [{"function": "judges.py:nosuch"}]}, "nosuch"),
-    ],
-)
-@pytest.mark.fault(
-    "K4b", "a recipe that is refused only once its data and functions are read", "ConfigError; no folder is left behind"
-)
-def test_refused_recipes_leave_no_folder(changes: dict, says: str, recipe: Callable) -> None:
-    path = recipe("refused", runs="somewhere/new", **changes)
-    with pytest.raises(ConfigError, match=says):
-        next(iter(train(load_recipe(path))))
-    assert not Path("somewhere").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.fault(
     "K4c", "context, data, a reward's file and a built-in's argument are wrong in one recipe", "ConfigError: one list, by line"

@@ -362,10 +362,3 @@ def test_every_module_takes_a_harmless_logger() -> None:
     root = Path(groupwise.__file__).parent
     taking = [path.relative_to(root).as_posix() for path in root.rglob("*.py") if "getLogger(" in path.read_text(encoding="utf-8")]
     assert taking == ["utils/terminal.py"]
-
-
-def test_no_setting_is_taken_for_a_secret() -> None:
-    """Else a run's config.yaml would not be read back as the recipe that it is of."""
-    from groupwise.config.schema import settings_table
-
-    assert not [key for key, setting in settings_table().items() if not setting.section and secret_name(key)]
