@@ -21,7 +21,7 @@ answer = worker(["plain.py:f"])
 told = answer("describe", "plain.py:f", "f", {}, ["answer"])
 reward = Reward(name="f", weight=1.0, spec="plain.py:f", signature=Signature.of(told), arguments={})
 given = pickle.dumps({"completions": ["a", "bc"]})
-call = RewardCall(reward=reward, labels=["0#0", "0#1"], given=given)
+call = RewardCall(reward=reward, labels=["0#0", "0#1"], pickled=given)
 (answered,) = answer("call", call)
 print(answered["values"], [module for module in ("numpy", "asyncio") if module in sys.modules])
 """

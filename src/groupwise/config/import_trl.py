@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.trl import FATES, TABLE, Converter
-from groupwise.config.trl_arguments import ADAPTER, ADAPTER_HAS, KINDS, ROLLED, Configuration, Line, flow, short
+from groupwise.config.trl_arguments import ADAPTER, ADAPTER_HAS, KINDS, ROLLED, Configuration, Fate, Line, flow, short
 from groupwise.config.trl_convert import Need, Note, Value, Write
 from groupwise.config.trl_files import SHELL_SCRIPTS, read_arguments
 from groupwise.config.trl_scripts import OPEN
@@ -145,7 +145,7 @@ def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
 
     def line(name: str, value: Any) -> Line:
         row, writes = TABLE.get(name), {one.key: one for one in written.get(name, ()) if one.key in keys}
-        fates = [one.fate for one in writes.values() if one.fate] + [row.fate if row else None]
+        fates: list[Fate | None] = [*(one.fate for one in writes.values() if one.fate), row.fate if row else None]
         if name in notes:
             return Line(name, value, notes[name].fate, notes[name].says)
         if row is None:

@@ -147,18 +147,18 @@ def _take_away(document: Document, path: Path, overlay: Document | None = None) 
 
 
 def _check_own_data(root: Document, changes: Sequence[Change], problems: list[Problem]) -> None:
-    """Adds a problem for every override of all stages' data that would replace what a stage says of its own."""
+    """Adds a problem for every override of all stages' data that would replace the data that a stage names."""
     overridden = {path[1] for path, _ in changes if path[0] == "stages" and path[2:] in DATA}
-    own = {}
+    sources_of = {}
     for stage in root.values["stages"]:
         sources = (root.get(("stages", stage, *path)) for path in DATA)
         source = next((one for one in sources if isinstance(one, str)), None)
         if source is not None and stage not in overridden and not source.startswith(STAGE):
-            own[stage] = source
-    theirs = ", ".join(f"{stage} ({source})" for stage, source in own.items())
-    for key, change in ((".".join(path), change) for path, change in changes if own and path in DATA):
+            sources_of[stage] = source
+    theirs = ", ".join(f"{stage} ({source})" for stage, source in sources_of.items())
+    for key, change in ((".".join(path), change) for path, change in changes if sources_of and path in DATA):
         message = f"{key} of every stage would replace the data that stages have of their own: {theirs}"
-        message += f"; say it of single stages: stages.{next(iter(own))}.{key}=..."
+        message += f"; say it of single stages: stages.{next(iter(sources_of))}.{key}=..."
         problems.append(Problem(change.place(()).where, message))
 
 

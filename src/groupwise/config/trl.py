@@ -416,6 +416,6 @@ CALLS: dict[str, Argument] = {
 """What a script calls of a trainer -> what becomes of it."""
 
 NAMES: dict[str, tuple[str, str]] = {
-    name: (found.key, found.says) for name, found in TABLE.items() if found.key is not None and found.fate != "missing"
+    name: (row.key, row.says) for name, row in TABLE.items() if row.key is not None and row.fate != "missing"
 }
 """TRL's argument -> our key, and what to write where the values differ; of those that we have one for."""

@@ -124,8 +124,8 @@ class Configuration:
     def get(self, name: str) -> Any:
         """An argument's value: what the user wrote, else the object's value, else TRL's default."""
         self.reads.append(name)
-        own = OWN_DEFAULTS[self.kind]
-        return self.arguments[name] if name in self.arguments else self.values.get(name, own.get(name, DEFAULTS.get(name)))
+        defaults = DEFAULTS | OWN_DEFAULTS[self.kind]
+        return self.arguments[name] if name in self.arguments else self.values.get(name, defaults.get(name))
 
     def written(self, name: str, default: Any = None) -> Any:
         """What the user wrote; `default` where he wrote nothing."""

@@ -121,12 +121,12 @@ def boards(report: Any) -> list[str]:
 def to_model_dtype(trl: Configuration, _: str) -> Outcomes:
     """`model.dtype`, of the weights' type and of the products'."""
     options = trl.written("model_init_kwargs")
-    own = options.get("dtype", options.get("torch_dtype")) if isinstance(options, Mapping) else None
+    option = options.get("dtype", options.get("torch_dtype")) if isinstance(options, Mapping) else None
     named = next((name for name in ("dtype", "torch_dtype") if name in trl.arguments), None)
-    dtype = str(own or trl.get(named or "dtype")).removeprefix("torch.")
+    dtype = str(option or trl.get(named or "dtype")).removeprefix("torch.")
     half = bool(trl.get("fp16")) or trl.get("bf16") is not False
     wanted = "bfloat16" if dtype == "bfloat16" else "autocast" if half or dtype == "float16" else "float32"
-    names = ("bf16", "fp16", "dtype", "torch_dtype", *(["model_init_kwargs"] if own else []))
+    names = ("bf16", "fp16", "dtype", "torch_dtype", *(["model_init_kwargs"] if option else []))
     yield Write("model.dtype", wanted, names, "float32 weights, bfloat16 products" if wanted == "autocast" else "")
 
 
@@ -249,7 +249,7 @@ def to_betas(trl: Configuration, _: str) -> Outcomes:
     names = ("adam_beta1", "adam_beta2")
     if any(name in trl.arguments for name in names):
         yield Write(
-            "optimizer.betas", [float(trl.written(name, own)) for name, own in zip(names, (0.9, 0.999), strict=True)], names
+            "optimizer.betas", [float(trl.written(name, usual)) for name, usual in zip(names, (0.9, 0.999), strict=True)], names
         )
 
 

@@ -310,7 +310,7 @@ def _scored(recipe: Recipe) -> bool:
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    if is_online(recipe.objective) and not _own(recipe) and _algorithm(recipe).needs_reward and not _scored(recipe):
+    if is_online(recipe.objective) and not _unknown_credit(recipe) and _algorithm(recipe).needs_reward and not _scored(recipe):
         yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
@@ -437,7 +437,7 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if group.minibatches > group.prompts_per_step:
         message = f"group.minibatches ({group.minibatches}) is more than group.prompts_per_step ({group.prompts_per_step})"
         yield ("group.minibatches", "group.prompts_per_step"), f"{message}: a minibatch holds at least one prompt"
-    if not _own(recipe):
+    if not _unknown_credit(recipe):
         yield from conflicts(_algorithm(recipe), ALGORITHMS.get(recipe.objective, PLAIN), _known(recipe))
     # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table); a row of the user's may have one.
     without = not group.beta and (group.beta is not None or ":" not in recipe.objective)
@@ -494,8 +494,8 @@ def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     teacher = recipe.teacher
-    own = _may_read(recipe)
-    if not is_online(recipe.objective) or not (own or _algorithm(recipe).needs_teacher):
+    may_read = _may_read(recipe)
+    if not is_online(recipe.objective) or not (may_read or _algorithm(recipe).needs_teacher):
         if teacher != TeacherSettings():
             yield (
                 ("teacher",),
@@ -507,7 +507,7 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     if teacher.path is not None and teacher.ema:
         yield ("teacher.ema", "teacher.path"), "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
     yield from _served(recipe)
-    if not (teacher.path or teacher.servers or teacher.ema or teacher.hint is not None) and not own:
+    if not (teacher.path or teacher.servers or teacher.ema or teacher.hint is not None) and not may_read:
         message = (
             "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
         )
@@ -621,7 +621,7 @@ def _known(recipe: Recipe) -> GroupSettings:
     return replace(recipe.group, **dict.fromkeys(unknown))
 
 
-def _own(recipe: Recipe) -> bool:
+def _unknown_credit(recipe: Recipe) -> bool:
     """True if the credit is somebody's own."""
     return _named(recipe, "credit") is not None or (":" in recipe.objective and recipe.group.credit is None)
 
@@ -648,8 +648,8 @@ def _names(has: Callable[[Algorithm], bool]) -> str:
 def _wrong_part(kind: str, recipe: Recipe) -> Iterator[Finding]:
     """What is wrong with a part; the options of one that is somebody's own are looked at when it is imported."""
     part = getattr(recipe.group, kind)
-    if own := _named(recipe, kind):
-        if wrong := _wrong_name(own):
+    if name := _named(recipe, kind):
+        if wrong := _wrong_name(name):
             yield (f"group.{kind}",), f"group.{kind}: {wrong}"
     elif part is not None and (":" not in recipe.objective or _name(part) is not None or not part):
         row = ALGORITHMS.get(recipe.objective, PLAIN)

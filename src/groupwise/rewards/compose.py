@@ -79,7 +79,7 @@ def build_rewards(
     try:
         for host in hosts.values():
             host.start()  # they start side by side
-        rewards = _found(entries, names, hosts, offered, tokenizer, wrong)
+        rewards = _functions_of(entries, names, hosts, offered, tokenizer, wrong)
         with wrong.of("verdict"):
             verdict = verdict_of([one for one, _ in entries], verdict)
             if verdict is not None and verdict not in names:
@@ -128,7 +128,7 @@ def _names(entries: Sequence[Entry], wrong: Findings) -> list[str]:
     return names
 
 
-def _found(
+def _functions_of(
     entries: Sequence[Entry],
     names: Sequence[str],
     hosts: Mapping[int, Host],
@@ -154,8 +154,15 @@ def _found(
                 if "wrong" in described:
                     raise ConfigError(described["wrong"])
                 signature = Signature.of(described)
-            found = {"name": name, "weight": float(one.weight), "spec": one.function, "signature": signature}
-            rewards.append(Reward(**found, arguments=dict(one.args), timeout=one.timeout))
+            reward = Reward(
+                name=name,
+                weight=float(one.weight),
+                spec=one.function,
+                signature=signature,
+                arguments=dict(one.args),
+                timeout=one.timeout,
+            )
+            rewards.append(reward)
     return rewards
 
 
@@ -281,11 +288,14 @@ class Rewards:
     def plan(self) -> Iterator[str]:
         """Each function with where it runs, and what happens to a call that does not end."""
         for reward in self._rewards:
-            own = reward.timeout is not None
             if reward.name in self._hosts:
                 each = "a completion" if reward.signature.single else "a call"
                 default = f"{DEFAULT_SECONDS:g} s" + ("" if reward.signature.single else f", or {SECONDS_EACH:g} s a completion,")
-                late = f"{reward.timeout:g} s for {each}, then None" if own else f"{each} that takes {default} ends the run"
+                late = (
+                    f"{reward.timeout:g} s for {each}, then None"
+                    if reward.timeout is not None
+                    else f"{each} that takes {default} ends the run"
+                )
                 yield f"{reward.name}: in a worker process; {late}"
             else:
                 yield f"{reward.name}: in this process"
@@ -365,14 +375,14 @@ class Rewards:
             here = self._in_thread(work[None]) if None in work else None
             ended: dict[str, Outcome | None]
             ended = {reward.name: _here(reward, batch) for reward in self._rewards if reward.function is not None}
-            found: dict[Host | None, list[Outcome | None]] = {}
+            outcomes: dict[Host | None, list[Outcome | None]] = {}
             if here is not None:
-                found[None] = [outcome_of(call, answer) for call, answer in zip(work[None], here.result(), strict=True)]
-            found |= running.outcomes()
+                outcomes[None] = [outcome_of(call, answer) for call, answer in zip(work[None], here.result(), strict=True)]
+            outcomes |= running.outcomes()
         except BaseException:  # Ctrl-C among others: their answers would be taken for those of the next call
             running.kill()
             raise
-        each = {host: iter(outcomes) for host, outcomes in found.items()}
+        each = {host: iter(some) for host, some in outcomes.items()}
         for name, some in calls.items():
             ended[name] = all_together(some, [next(each[self._hosts.get(name)]) for _ in some])
         return [ended[name] for name in self.names]
@@ -547,7 +557,7 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Rewa
         except Exception as error:  # whatever an object of a data row raises
             names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
             raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
-        calls.append(RewardCall(reward=reward, labels=labels, given=payload, state=state))
+        calls.append(RewardCall(reward=reward, labels=labels, pickled=payload, state=state))
     return calls
 
 

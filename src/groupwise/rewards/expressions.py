@@ -1,6 +1,6 @@
 r"""Reading LaTeX and plain mathematics as far as numbers, roots, powers, products and sums go: `\frac{1+\sqrt{5}}{2}`.
 
-What it reads is compared by our own rules; what it does not read (integrals, sums, words) is None, and left to others.
+What it reads is compared by our own rules; what it does not read (functions, indices, matrices, words) is None, and left to others.
 One pass over at most 2,000 characters; nothing is evaluated that a plain number does not need.
 """
 
@@ -22,15 +22,18 @@ DEEPEST = 60
 LARGEST = 20_000
 """Bits of a number that is worked out."""
 
-_LISTED = """
-sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh asin acos atan log ln lg exp max min gcd lcm det arg mod
+_LETTERS = """
 alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi varphi chi
 psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar infty
 """
-FUNCTIONS = frozenset(_LISTED.split("alpha")[0].split())
-GREEK = frozenset(_LISTED.split()) - FUNCTIONS
-NAMES = FUNCTIONS | GREEK | {"sqrt", "frac", "inf", "infinity", "cdot", "times", "div", "abs"}
-_BEGINNING = NAMES | {"binom", "{", "text"} - {"cdot", "times", "div"}
+_FUNCTIONS = """
+sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh asin acos atan log ln lg exp max min gcd lcm det arg mod
+sqrt frac inf infinity cdot times div abs
+"""
+GREEK = frozenset(_LETTERS.split())
+NAMES = GREEK | frozenset(_FUNCTIONS.split())
+"""Words that are mathematics."""
+_BEGINNING = GREEK | {"sqrt", "frac", "{"}
 """Commands that begin a factor."""
 CONSTANTS = frozenset({"pi", "e", "i", "infty"})
 

@@ -35,7 +35,7 @@ class RewardCall:
 
     reward: Reward
     labels: Sequence[str]
-    given: bytes
+    pickled: bytes
     """Pickle of the keyword arguments: values of the one completion, or lists with an entry per completion."""
     state: TrainerState = field(default_factory=TrainerState)
 
@@ -50,10 +50,11 @@ class RewardCall:
 
     def keywords(self, notes: Notes) -> dict[str, Any]:
         """Keyword arguments, nothing in them shared between completions; fixed arguments are copies."""
-        given, fixed = pickle.loads(self.given), copy.deepcopy(dict(self.reward.arguments))
-        columns = given if self.single else {name: unshared(values) for name, values in given.items()}
+        columns, fixed = pickle.loads(self.pickled), copy.deepcopy(dict(self.reward.arguments))
+        if not self.single:
+            columns = {name: unshared(values) for name, values in columns.items()}
         asks = [name for name in self.reward.signature.asks if name in RUN_PARAMETERS and name not in fixed]
-        return columns | fixed | notes.given(asks, self.state)
+        return columns | fixed | notes.parameters(asks, self.state)
 
     def ended(self, returned: Any, notes: Notes, began: float) -> dict[str, Any]:
         """The answer of a call that has come to its end.  Raises RewardError for what is no reward."""
@@ -94,14 +95,14 @@ class Functions:
 
     def __init__(self, live: Mapping[str, Any] | None = None) -> None:
         """live: functions that are given and not found by name."""
-        self._found: dict[str, Any] = dict(live or {})
+        self._functions: dict[str, Any] = dict(live or {})
         self._side_by_side: SideBySide | None = None
 
     def find(self, spec: str) -> Any:
         """The function behind a name.  Raises ConfigError."""
-        if spec not in self._found:
-            self._found[spec] = find_named(spec, "reward function") if ":" in spec else _builtin(spec)
-        return self._found[spec]
+        if spec not in self._functions:
+            self._functions[spec] = find_named(spec, "reward function") if ":" in spec else _builtin(spec)
+        return self._functions[spec]
 
     def answer(self, what: str, *request: Any) -> Any:
         """`describe`: a function, arguments and columns in, its signature or what is wrong with it out.  `call`: calls in."""

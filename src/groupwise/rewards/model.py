@@ -76,7 +76,7 @@ def model_reward(
 
     def by_steps(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Steps]:
         cut = [segment_steps(ids, scorer.vocabulary.texts, by=steps, pattern=pattern, ends=ends) for ids in completion_ids]
-        return [step_rewards(pooling, *found) for found in zip(scorer.tokens(prompt_ids, completion_ids), cut, strict=True)]
+        return [step_rewards(pooling, *both) for both in zip(scorer.tokens(prompt_ids, completion_ids), cut, strict=True)]
 
     return ProcessReward(by_steps)
 
@@ -108,9 +108,9 @@ class _Scorer:
         check_scorer(blueprint.config, settings.path)
         self.blueprint, self.settings, self.budget = blueprint, settings, budget
         self.pooling = str(blueprint.config.get("pooling") or "last")
-        own = blueprint.tokenizer.get_vocab()
+        vocabulary = blueprint.tokenizer.get_vocab()
         self.checked = False
-        self.same_ids = tokenizer is not None and all(own.get(token) == i for token, i in tokenizer.get_vocab().items())
+        self.same_ids = tokenizer is not None and all(vocabulary.get(token) == i for token, i in tokenizer.get_vocab().items())
 
     @cached_property
     def policy(self) -> Policy:

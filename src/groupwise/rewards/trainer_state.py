@@ -64,11 +64,11 @@ class Notes:
             raise ValueError(f"log_extra({column!r}, ...) takes {self.count} values, one for each completion, got {len(values)}")
         self.columns[_name("log_extra", column)] = [json.loads(json.dumps(value, default=_plain)) for value in values]
 
-    def given(self, asked: Sequence[str], state: TrainerState) -> dict[str, Any]:
+    def parameters(self, names: Sequence[str], state: TrainerState) -> dict[str, Any]:
         """The keyword arguments for a function that asks for some of `RUN_PARAMETERS`."""
         every: dict[str, TrainerState | Callable[..., None]]
         every = {"trainer_state": state, "log_metric": self.log_metric, "log_extra": self.log_extra}
-        return {name: every[name] for name in asked}
+        return {name: every[name] for name in names}
 
     def as_json(self) -> dict[str, Any]:
         """As JSON, to be sent from a worker process; empty if nothing was logged."""
