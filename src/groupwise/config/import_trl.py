@@ -113,19 +113,19 @@ def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    name, arguments, unread = read_arguments(text, file, kind)
+    name, arguments, unread, needed = read_arguments(text, file, kind)
     if isinstance(processes := arguments.get("num_processes"), int) and processes > 0 and file.suffix in SHELL_SCRIPTS:
         devices = processes
-    return translated(Configuration(kind=name, arguments=arguments, devices=devices, file=file), unread)
+    return translated(Configuration(kind=name, arguments=arguments, devices=devices, file=file), unread, needed)
 
 
-def translated(trl: Configuration, unread: Sequence[Line] = ()) -> Imported:
-    """The recipe of a configuration.   unread: what else it says, and what became of that."""
+def translated(trl: Configuration, unread: Sequence[Line] = (), needed: Sequence[str] = ()) -> Imported:
+    """The recipe of a configuration.   unread: what else it says, and what became of that.   needed: what the script needs."""
     keys: dict[str, Any] = {"objective": KINDS[trl.kind]}
     comments: dict[str, str] = {}
     written: dict[str, list[Write]] = {}
     notes: dict[str, Note] = {}
-    needed: list[str] = []
+    needed = list(needed)
     for outcome in _outcomes(trl):
         match outcome:
             case Write(key, value, names, says):

@@ -81,20 +81,6 @@ class Line:
         return f"{self.name}: {short(self.value)}" + (f"  ({self.says})" if self.says else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A function or a class of a script, or that a script imports."""
-
-    name: str
-    place: str
-    """`module` or `path/to/file.py`: what a recipe writes before the name."""
-    moved: str = ""
-    """Why it must be moved to a file of its own; empty if it can be named where it is."""
-
-    def __str__(self) -> str:
-        return self.name
-
-
 class RewardModel(str):
     """The folder or hub name of a reward model in the place of a function."""
 

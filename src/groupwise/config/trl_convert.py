@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.config.settings import DATA_SUFFIXES, REWARDS
-from groupwise.config.trl_arguments import KINDS, Configuration, Fate, Named, RewardModel, mapping_of, short
+from groupwise.config.trl_arguments import KINDS, Configuration, Fate, RewardModel, mapping_of, short
 from groupwise.utils.spelling import closest
 
 DASHBOARDS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -99,7 +99,7 @@ def to_folder_name(trl: Configuration, _: str) -> Outcomes:
 def to_model_path(trl: Configuration, _: str) -> Outcomes:
     """`model.path`."""
     model = trl.written("model_name_or_path")
-    if model is not None and not isinstance(model, Named):
+    if model is not None:
         yield Write("model.path", model, ("model_name_or_path",))
     else:
         yield Note("model_name_or_path", "missing", "a loaded model: give its folder or hub name as model.path")
@@ -495,13 +495,11 @@ def to_rewards(trl: Configuration, _: str) -> Outcomes:
     guessed: list[str] = []
     for place, (function, weight) in enumerate(zip(functions, weights, strict=True)):
         entry = _reward(trl, function)
-        if isinstance(function, Named) and function.moved:
-            yield _moved("rewards", function)
-        elif type(function) is str and entry["function"] == f"rewards.py:{function}":
+        if type(function) is str and entry["function"] == f"rewards.py:{function}":
             guessed.append(function)
         taken, name = [one.get("name", _called(one["function"])) for one in entries], _called(entry["function"])
         if name in taken and name != "<lambda>":  # names tell rewards apart
-            source = str(function) if isinstance(function, str | Named) else name
+            source = str(function) if isinstance(function, str) and ":" not in function else name
             entry["name"] = source if source not in taken else f"{source}_{place + 1}"
         entries.append(entry | ({} if weight is None else {"weight": float(weight)}))
     yield Write("rewards", entries, ("reward_funcs", "reward_weights", "reward_model_name_or_path"))
@@ -513,11 +511,9 @@ def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
     """An entry of `rewards`.  A function of the user's own is never taken for a built-in one of the same name."""
     if isinstance(function, RewardModel):
         return {"function": "model", "args": {"path": str(function)}}
-    if isinstance(function, Named):
-        return {"function": _built_in(function.place, function.name) or _named("rewards", function)}
     if not isinstance(function, str):  # the function itself
         name = getattr(function, "__name__", "")
-        return {"function": _built_in(str(getattr(function, "__module__", "")), name) or function}
+        return {"function": built_in(str(getattr(function, "__module__", "")), name) or function}
     if function in OVERLONG:
         most, cache = trl.written("max_completion_len", 1280), trl.written("soft_punish_cache", 256)
         return {"function": "soft_overlong", "args": {"max_tokens": int(most), "cache": int(cache)}}
@@ -526,7 +522,8 @@ def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
     return {"function": ":".join(function.rsplit(".", 1)) if "." in function else f"rewards.py:{function}"}
 
 
-def _built_in(module: str, name: str) -> str | None:
+def built_in(module: str, name: str) -> str | None:
+    """What a reward function of TRL's, or of a well-known script, is called here."""
     return REWARD_NAMES.get(name) if module.partition(".")[0] in LIBRARIES else None
 
 
@@ -535,29 +532,14 @@ def _called(function: Any) -> str:
     return function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
 
 
-def _named(file: str, function: Any) -> Any:
-    """`module:name` or `file.py:name`; in a file that is still to be written, where a script cannot be imported."""
-    if not isinstance(function, Named):
-        return function
-    return f"{file}.py:{function.name}" if function.moved else f"{function.place}:{function.name}"
-
-
-def _moved(file: str, function: Named) -> Need:
-    return Need(f"{file}: move {function} into {file}.py: {function.moved}")
-
-
 def to_environment(trl: Configuration, _: str) -> Outcomes:
     """`environment.tools`, `environment.factory` and `environment.max_turns`."""
     tools, factory = trl.written("tools"), trl.written("environment_factory")
     factory = factory[0] if isinstance(factory, list) and factory else factory
-    for file, functions in (("tools", tools or ()), ("environment", (factory,))):
-        for function in functions:
-            if isinstance(function, Named) and function.moved:
-                yield _moved(file, function)
     if tools:
-        yield Write("environment.tools", [_named("tools", tool) for tool in tools], ("tools",))
+        yield Write("environment.tools", tools, ("tools",))
     if factory:
-        yield Write("environment.factory", _named("environment", factory), ("environment_factory",))
+        yield Write("environment.factory", factory, ("environment_factory",))
     turns, name = trl.written("max_tool_calling_iterations"), "max_tool_calling_iterations"
     if turns and (tools or factory):
         yield Write("environment.max_turns", int(turns) + 1, (name,), "turns, one more than rounds")

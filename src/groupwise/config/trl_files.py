@@ -29,8 +29,8 @@ TELLING = {
 SHELL_SCRIPTS = (".sh", ".bash")
 
 
-def read_arguments(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
-    """TRL's class, the arguments that could be read, by name, and those that could not.
+def read_arguments(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line], list[str]]:
+    """TRL's class, the arguments that could be read, by name, those that could not, and what must be done to a script.
 
     text: of the file, whose ending says what it is.   kind: the class; None: the one that the file makes or names, or whose
     arguments it holds.   Raises ConfigError for a file that holds no configuration, or several.
@@ -40,7 +40,7 @@ def read_arguments(text: str, file: Path, kind: str | None) -> tuple[str, dict[s
     if file.suffix in SHELL_SCRIPTS:
         return _of_command(text, file, kind)
     arguments = mapping_of(text, file)
-    return kind or _kind_of(arguments, file), arguments, []
+    return kind or _kind_of(arguments, file), arguments, [], []
 
 
 def _kind_of(arguments: Mapping[str, Any], file: Path) -> str:
@@ -67,7 +67,7 @@ LAUNCHER = ("config_file", "num_processes")
 """Options of accelerate's before the script that matter."""
 
 
-def _of_command(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
+def _of_command(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line], list[str]]:
     """The class and the arguments of `trl grpo --...` or of a script that a shell script starts; those that could not be read.
 
     A YAML file behind `--config` is read too; what the command says itself goes before it.
@@ -98,7 +98,7 @@ def _of_command(text: str, file: Path, kind: str | None) -> tuple[str, dict[str,
         if "$" in str(value)
     ]
     arguments = {name: value for name, value in arguments.items() if "$" not in str(value)}
-    return kind or _kind_of(arguments, file), arguments, unread
+    return kind or _kind_of(arguments, file), arguments, unread, []
 
 
 def _program(words: Sequence[str]) -> int | None:

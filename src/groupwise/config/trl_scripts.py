@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.trl import CALLS, TABLE
-from groupwise.config.trl_arguments import ADAPTER, ADAPTERS, KINDS, LORA, Line, Named, RewardModel, adapter_arguments
+from groupwise.config.trl_arguments import ADAPTER, ADAPTERS, KINDS, LORA, Line, RewardModel, adapter_arguments
+from groupwise.config.trl_convert import built_in
 from groupwise.errors import ConfigError
 
 OPEN = "**"
 """The name of a line for arguments that are not even known by name."""
-OBJECTS = ("reward_funcs", "tools", "environment_factory")
-"""Arguments that hold functions and classes."""
+OBJECTS = {"reward_funcs": "rewards", "tools": "tools", "environment_factory": "environment"}
+"""Arguments that hold functions and classes; the file in which those go that cannot stay in the script."""
 ORDER = {
     "GRPOConfig": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
     "SFTConfig": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
@@ -42,8 +43,11 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def read_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
-    """TRL's class, the arguments that are known, and lines for what else the script says.   Raises ConfigError."""
+def read_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line], list[str]]:
+    """TRL's class, the arguments that are known, lines for what else the script says, and what must be done to it.
+
+    Raises ConfigError.
+    """
     try:
         script = _Script(ast.parse(text), file)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -83,8 +87,9 @@ class _Script:
         self.trains = _trains_when_imported(tree)
         self.known: dict[str, Any] = {}
         self.lines: list[Line] = []
+        self.needed: list[str] = []
 
-    def arguments(self, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
+    def arguments(self, kind: str | None) -> tuple[str, dict[str, Any], list[Line], list[str]]:
         """The class, what is known, and lines for the rest."""
         made = [(name, call) for call in self.calls if (name := called(call)) in KINDS and kind in (None, name)]
         if not made:
@@ -117,11 +122,11 @@ class _Script:
                 if called(other) != "train" or values:
                     row = CALLS.get(called(other))
                     self.lines.append(Line(f"{called(other)}()", values, row and row.fate, row.says if row else "not known"))
-        return name, self.known, self.lines
+        return name, self.known, self.lines, self.needed
 
     def read(self, name: str, node: ast.expr) -> None:
         """Adds an argument to those that are known; a line where its value is not known, and matters."""
-        value, row = self._objects(node) if name in OBJECTS else self.value(node), TABLE.get(name)
+        value, row = self._objects(OBJECTS[name], node) if name in OBJECTS else self.value(node), TABLE.get(name)
         if value is not UNKNOWN:
             self.known[name] = value
         elif row is not None and row.convert is None:
@@ -245,28 +250,34 @@ class _Script:
 
     # ------------------------------------------------------------ functions and classes
 
-    def _objects(self, node: ast.expr) -> Any:
-        """Functions and classes, and the folders of reward models, as a list; UNKNOWN if one of them is."""
+    def _objects(self, file: str, node: ast.expr) -> Any:
+        """Functions and classes as a recipe names them, and the folders of reward models, as a list; UNKNOWN if one of them is."""
         node = self.followed(node)
-        things: list[Named | RewardModel | None] = []
+        things: list[str | None] = []
         for one in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
             value = self.value(one)
-            things.append(RewardModel(value) if isinstance(value, str) else self._named(one))
+            things.append(RewardModel(value) if isinstance(value, str) else self._spec(file, one))
         return UNKNOWN if None in things else things
 
-    def _named(self, node: ast.expr) -> Named | None:
-        """A function or a class by its name; None for what is no name, or one that nothing in the script has."""
+    def _spec(self, file: str, node: ast.expr) -> str | None:
+        """A function or a class as a recipe names it; None for what is no name, or one that nothing in the script has."""
         *inside, name = ast.unparse(node).split(".") if isinstance(node, ast.Name | ast.Attribute) else [""]
-        if not inside and name in self.definitions:
-            return Named(name, shown_path(self.file), f"{self.file.name} would train when it is imported" if self.trains else "")
-        if not inside and name in self.nested:
-            return Named(name, shown_path(self.file), f"in {self.file.name} it stands inside of a function or a class")
+        if not inside and name in self.definitions | self.nested:
+            if name in self.definitions and not self.trains:
+                return f"{shown_path(self.file)}:{name}"
+            stands = f"in {self.file.name} it stands inside of a function or a class"
+            why = f"{self.file.name} would train when it is imported" if name in self.definitions else stands
+            self.needed.append(f"{file}: move {name} into {file}.py: {why}")
+            return f"{file}.py:{name}"
         if (root := inside[0] if inside else name) not in self.imported:
             return None
         module, attribute = self.imported[root]
         if inside:
-            return Named(name, self._place(".".join(filter(None, (module, attribute, *inside[1:])))))
-        return Named(attribute, self._place(module)) if attribute else None
+            module = ".".join(filter(None, (module, attribute, *inside[1:])))
+        elif not attribute:
+            return None
+        ours = built_in(module, name if inside else attribute) if file == "rewards" else None
+        return ours or f"{self._place(module)}:{name if inside else attribute}"
 
     def _place(self, module: str) -> str:
         """A module, or its file if that lies beside the script."""
