@@ -86,14 +86,12 @@ def test_lookup_reaches_into_free_mappings() -> None:
 
 def test_names_that_recipes_may_use_are_those_of_the_tables() -> None:
     from groupwise.data.tasks import TASKS
-    from groupwise.rewards.registry import BUILTINS
     from groupwise.runs.engines import ENGINES
     from groupwise.training.objectives import OBJECTIVES
 
     assert set(settings.TASKS) == set(TASKS)
     assert set(engines.ENGINES) == set(ENGINES)
     assert set(settings.DATASET) == set(OBJECTIVES)
-    assert set(BUILTINS) <= set(settings.REWARDS) <= {*BUILTINS, "model"}
 
 
 def test_reference_page_names_every_setting() -> None:

@@ -29,7 +29,7 @@ STAGES = "Several runs in one file, in order: each entry overlays the keys above
 
 NAMES: dict[str, Sequence[str]] = {
     "objective": settings.OBJECTIVES,
-    "rewards.N.function": settings.REWARDS,
+    "rewards.N.function": tuple(settings.REWARDS),
     "data.task": settings.TASKS,
     "reward_model.replay.task": settings.TASKS,
     **{f"group.{kind}": tuple(PARTS[kind]) for kind in ("credit", "ratio", "surrogate", "weights", "divergence")},

@@ -39,20 +39,20 @@ def is_online(objective: str) -> bool:
     return objective in ALGORITHMS or ":" in objective
 
 
-REWARDS = (
-    "accuracy",
-    "exact",
-    "number",
-    "think_format",
-    "tags",
-    "soft_overlong",
-    "cosine_length",
-    "repetition",
-    "regex",
-    "environment",
-    "model",
-)
-"""Built-in reward functions."""
+REWARDS: Mapping[str, str] = {
+    "accuracy": "accuracy",
+    "exact": "accuracy",
+    "number": "accuracy",
+    "think_format": "format",
+    "tags": "format",
+    "soft_overlong": "length",
+    "cosine_length": "length",
+    "repetition": "repetition",
+    "regex": "format",
+    "environment": "environment",
+    "model": "model",
+}
+"""Built-in reward functions, each with the module of `groupwise.rewards` that holds it."""
 TASKS = (
     "addition",
     "sums",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.strict_yaml import parse_value
-from groupwise.config.trl_arguments import Line, flow, mapping_of
+from groupwise.config.trl_arguments import KINDS, Line, flow, mapping_of
 from groupwise.config.trl_convert import parallel_of
 from groupwise.config.trl_scripts import read_script
 from groupwise.errors import ConfigError
@@ -59,7 +59,7 @@ def _kind_of(arguments: Mapping[str, Any], file: Path) -> str:
     )
 
 
-COMMANDS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "reward": "RewardConfig"}
+COMMANDS = {objective: kind for kind, objective in KINDS.items()}
 """Subcommands of `trl`, and what its scripts are called by, with the class of each."""
 SHELL = re.compile(r"[|&;]+|\d*>.*|<.*")
 """What ends the arguments of a command: pipes, redirections, the next command."""

@@ -12,7 +12,7 @@ import copy
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError
@@ -110,7 +110,7 @@ class Functions:
 
     def _describe(self, spec: str, name: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
         try:
-            return read_signature(self.find(spec), name, arguments, columns).as_dict()
+            return asdict(read_signature(self.find(spec), name, arguments, columns))
         except ConfigError as error:
             return {"wrong": str(error)}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +58,9 @@ class Signature:
     process: bool
     """True: it returns step rewards (see `step_rewards.py`)."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON, to be sent from a worker process."""
-        return asdict(self)
-
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Signature:
-        """The signature that `as_dict` wrote."""
+        """The signature of its fields as JSON has them, from a worker process."""
         typed: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
         return cls(**typed)
 
