@@ -19,8 +19,8 @@ from groupwise.cli.commands import main
 from groupwise.cli.score import steps_of
 from groupwise.config.recipes import parse_recorded
 from groupwise.errors import ConfigError, DataError
+from groupwise.runs.folder import origin_of
 from groupwise.runs.model_card import base_of
-from groupwise.runs.origin import origin_of
 
 RUN = "runs/demo/grpo"
 

@@ -142,9 +142,7 @@ def test_a_dashboard_that_fails_is_named_once_and_the_run_goes_on(
 
 
 def test_nothing_is_imported_that_is_not_asked_for(tmp_path: Path) -> None:
-    code = (
-        "import sys, groupwise.runs.folder; print([m for m in ('tensorboard', 'wandb', 'mlflow', 'trackio') if m in sys.modules])"
-    )
+    code = "import sys, groupwise.runs.log; print([m for m in ('tensorboard', 'wandb', 'mlflow', 'trackio') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

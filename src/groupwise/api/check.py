@@ -38,8 +38,8 @@ from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.compose import Rewards, prompt_of
+from groupwise.runs.folder import Origin, overridden
 from groupwise.runs.job import Job, make_job
-from groupwise.runs.origin import Origin, overridden
 from groupwise.runs.policies import fit_threads
 from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe

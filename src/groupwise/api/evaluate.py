@@ -39,9 +39,9 @@ from groupwise.proof.texts import NATIVE
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, recipe_of_environment, with_environment_data
+from groupwise.runs.folder import Origin, origin_of, overridden
 from groupwise.runs.inputs import inputs_of, warn_of_changed_inputs
 from groupwise.runs.job import longest_of
-from groupwise.runs.origin import Origin, origin_of, overridden
 from groupwise.runs.policies import fit_threads
 from groupwise.runs.prepare import Prepared, eval_sampling
 from groupwise.runs.stage_outputs import resolved

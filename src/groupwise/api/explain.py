@@ -25,7 +25,7 @@ from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import DATASET, GroupSettings, is_online
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.runs.origin import origin_of
+from groupwise.runs.folder import origin_of
 from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.runs.trust import demand_trust
 from groupwise.training.samples import weigh

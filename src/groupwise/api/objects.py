@@ -33,6 +33,24 @@ Environment: TypeAlias = str | Callable[..., Any]
 """What makes an environment: a class or a function by name, or itself."""
 
 
+def recipe_keys(
+    given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, tools: Sequence[object] | None
+) -> dict[str, Any]:
+    """The keys of a recipe that keywords of `train` mean, as a file could hold them.   Raises ConfigError, DataError."""
+    keys = dict(given)
+    if "model" in keys:
+        keys["model"] = model_keys(keys["model"], tokenizer)
+    elif tokenizer is not None:
+        raise ConfigError("tokenizer belongs to a loaded model: say model=... too")
+    if "data" in keys:
+        keys["data"] = data_keys(keys["data"])
+    if "rewards" in keys:
+        keys["rewards"] = reward_entries(keys["rewards"])
+    if tools is not None or "environment" in keys:
+        keys["environment"] = environment_keys(keys.get("environment"), tools)
+    return {key: plain(value, key) for key, value in keys.items()}
+
+
 def model_keys(given: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
     """The keys of `model`; `path` is a `Live` name where a loaded model was given.   Raises ConfigError."""
     keys = _keys(given)

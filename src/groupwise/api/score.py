@@ -23,7 +23,7 @@ from groupwise.rewards.find import Completions
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs import recorded
-from groupwise.runs.origin import Origin, origin_of
+from groupwise.runs.folder import Origin, origin_of
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils.files import expanded
 

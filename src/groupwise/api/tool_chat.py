@@ -16,7 +16,7 @@ from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.environments import environment_of, make_runtime, make_world, recipe_of_environment, tools_of
-from groupwise.runs.origin import Origin
+from groupwise.runs.folder import Origin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -154,27 +154,14 @@ def train(
     if not isinstance(recipe, str | os.PathLike | Recipe | None):
         remedy = ": give a mapping's keys as keywords, train(**mapping)" if isinstance(recipe, Mapping) else ""
         raise ConfigError(f"a recipe is a file's path, the name of a bundled one or a Recipe, got {kind_of(recipe)}{remedy}")
-    if "model" in keys:
-        keys["model"] = objects.model_keys(keys["model"], tokenizer)
-    elif tokenizer is not None:
-        raise ConfigError("tokenizer belongs to a loaded model: say model=... too")
-    if "data" in keys:
-        keys["data"] = objects.data_keys(keys["data"])
-    if "rewards" in keys:
-        keys["rewards"] = objects.reward_entries(keys["rewards"])
-    if tools is not None or "environment" in keys:
-        keys["environment"] = objects.environment_keys(keys.get("environment"), tools)
-    keys = {key: objects.plain(value, key) for key, value in keys.items()}
+    keys = objects.recipe_keys(keys, tokenizer, tools)
     keys |= {key: kind_of(value) for key, value in unknown.items()}  # refused with what may have been meant
-    made = (
-        recipe
-        if isinstance(recipe, Recipe) and not keys
-        else make_recipe(keys, os.fspath(recipe) if isinstance(recipe, os.PathLike) else recipe)
-    )
+    if not isinstance(recipe, Recipe) or keys:
+        recipe = make_recipe(keys, os.fspath(recipe) if isinstance(recipe, os.PathLike) else recipe)
     if fresh:
-        stages = {made.objective: made}
-        made = comm.from_first(lambda: anew(stages))[made.objective]
-    return Training(made, accept_changes=accept_changes)
+        stages = {recipe.objective: recipe}
+        recipe = comm.from_first(lambda: anew(stages))[recipe.objective]
+    return Training(recipe, accept_changes=accept_changes)
 
 
 _OWN = ("recipe", "tokenizer", "tools", "fresh", "accept_changes", "unknown")

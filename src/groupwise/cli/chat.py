@@ -6,10 +6,13 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXAMPLES = (
     "groupwise chat runs/demo/grpo                                        asked as the run asked",
@@ -57,25 +60,12 @@ def chat(
     else every line is a prompt of its own, put into the run's template.
     environment: keys of a recipe's `environment`, whose tools the model may call while it answers; default: the run's.
     """
-    with ExitStack() as ends:
-        return _talk(path, system, temperature, max_new_tokens, seed, environment, ends)
-
-
-def _talk(
-    path: str,
-    system: str | None,
-    temperature: float,
-    max_new_tokens: int | None,
-    seed: int,
-    environment: Mapping[str, Any] | None,
-    ends: ExitStack,
-) -> int:
     from rich.console import Console
 
     from groupwise.api.loaded_policy import load_policy
     from groupwise.api.tool_chat import Answered
     from groupwise.rewards.compose import spoken
-    from groupwise.runs.origin import origin_of
+    from groupwise.runs.folder import origin_of
     from groupwise.runs.progress import safe
     from groupwise.runs.trust import demand_trust
 
@@ -92,32 +82,33 @@ def _talk(
         way = "every line is a prompt of its own" + (f", put into {policy.template!r}" if policy.template else "")
     length = max_new_tokens or policy.max_new_tokens
     console.print(safe(f"{path}: {way}; at most {length} tokens; an empty line ends it", style="dim"), soft_wrap=True)
-    answered = Answered.of(policy, origin, environment, length, ends) if talks else None
     messages: list[Mapping[str, Any]] = []
-    turn = 0
-    while True:
-        try:
-            said = input("> ").strip()
-        except EOFError:
-            console.print()  # Ctrl-D leaves the cursor behind the prompt
-            return 0
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"standard input: not {error.encoding.upper()}: {error.reason} (byte 0x{error.object[error.start]:02x})"
-            ) from None
-        if not said:
-            return 0
-        messages.append({"role": "user", "content": said})
-        if answered is not None:
-            rollout = answered.turn(messages, temperature, seed + turn)
-            episode = rollout.episode
-            messages += [{"role": "assistant", "content": rollout.text}] if episode is None else episode.messages
-            for call in () if episode is None else (call for one in episode.turns for call in one.calls):
-                console.print(safe(f"{call.name}({call.arguments}) -> {call.result}", style="dim"), soft_wrap=True)
-            console.print(safe(spoken(rollout)), soft_wrap=True)
-            turn += 1
-            continue
-        answer = policy.generate(messages if talks else said, max_new_tokens=length, temperature=temperature, seed=seed + turn)
-        messages.append({"role": "assistant", "content": answer})
-        console.print(safe(answer), soft_wrap=True)
-        turn += 1
+    with ExitStack() as ends:
+        answered = Answered.of(policy, origin, environment, length, ends) if talks else None
+        while said := _typed(console):
+            messages.append({"role": "user", "content": said})
+            if answered is None:
+                answer = policy.generate(messages if talks else said, max_new_tokens=length, temperature=temperature, seed=seed)
+                messages.append({"role": "assistant", "content": answer})
+            else:
+                rollout = answered.turn(messages, temperature, seed)
+                answer, episode = spoken(rollout), rollout.episode
+                messages += [{"role": "assistant", "content": rollout.text}] if episode is None else episode.messages
+                for call in () if episode is None else (call for one in episode.turns for call in one.calls):
+                    console.print(safe(f"{call.name}({call.arguments}) -> {call.result}", style="dim"), soft_wrap=True)
+            console.print(safe(answer), soft_wrap=True)
+            seed += 1  # the same question again has another answer
+    return 0
+
+
+def _typed(console: Console) -> str:
+    """The next line; empty at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        console.print()  # Ctrl-D leaves the cursor behind the prompt
+        return ""
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"standard input: not {error.encoding.upper()}: {error.reason} (byte 0x{error.object[error.start]:02x})"
+        ) from None

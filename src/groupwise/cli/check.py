@@ -19,7 +19,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check and print; 1 if something is wrong."""
-    from groupwise.runs.origin import origin_of
+    from groupwise.runs.folder import origin_of
 
     if (origin := origin_of(options.recipe)) is not None and not options.recipe.endswith((".yaml", ".yml")):
         from groupwise.api.check import check_run

@@ -22,7 +22,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print, and seal."""
-    from groupwise.runs.origin import origin_of
+    from groupwise.runs.folder import origin_of
     from groupwise.runs.trust import named_code, seal
 
     origin = origin_of(options.folder)

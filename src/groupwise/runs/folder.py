@@ -24,18 +24,21 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from groupwise.config.recipes import changes, run_folder
+from groupwise.config.recipes import changes, parse_recorded, run_folder
 from groupwise.config.settings import Recipe
+from groupwise.config.strict_yaml import parse
 from groupwise.errors import ConfigError, RunError, StorageError
+from groupwise.runs.recorded import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.runs.starts import attempts_of
 from groupwise.utils import files
+from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger
 
 log = logger("groupwise")
@@ -208,7 +211,7 @@ EDITED = (".json", ".md", ".jinja")
 
 
 def unfinished(folder: Path) -> str | None:
-    """What is wrong with the final model of a finished run, the file named; None if every file is there as it was written.
+    """What is wrong with the final model of a finished run, the file named; None if it can be used.
 
     Files are compared by their checksums, but for those that people edit: a card and a template need only be there, JSON must be
     JSON.
@@ -219,18 +222,13 @@ def unfinished(folder: Path) -> str | None:
         whole = (place / "config.json").is_file() and any(file.stat().st_size for file in place.glob("*.safetensors"))
         return None if whole else f"{FINAL}/ is not there, or not whole"
     for name in names:
-        file, wrong = run.folder / name, None
-        if not name.endswith(EDITED):
-            try:
-                run.verify(name)
-            except RunError:  # its remedies are not for a file that is made again
-                wrong = "is not what the run wrote" if file.exists() else "is missing"
-        elif not file.is_file() or not file.stat().st_size:
-            wrong = "is missing or empty"
-        elif name.endswith(".json") and not _is_json(file):
-            wrong = "is no JSON any more"
-        if wrong:
-            return f"{name} {wrong}"
+        file = run.folder / name
+        if not file.is_file() or not file.stat().st_size:
+            return f"{name} is missing or empty"
+        if name.endswith(".json") and not _is_json(file):
+            return f"{name} is no JSON any more"
+        if not name.endswith(EDITED) and _altered(run, name):
+            return f"{name} is not what the run wrote"
     return None
 
 
@@ -241,12 +239,20 @@ def check_final(model: Path) -> None:
     """
     run = RunFiles(model.parent)
     for name in run.known(f"{model.name}/"):
-        try:
-            run.verify(name)
-        except RunError as error:
-            if not name.endswith(EDITED):
-                raise RunError(f"{error}; the training command makes it again from the last checkpoint") from error
-            log.warning("%s; it is used as it is", error)
+        if (wrong := _altered(run, name)) is None:
+            continue
+        if not name.endswith(EDITED):
+            raise RunError(f"{wrong}; the training command makes it again from the last checkpoint")
+        log.warning("%s; it is used as it is", wrong)
+
+
+def _altered(run: RunFiles, name: str) -> str | None:
+    """Why a file is not what the run wrote."""
+    try:
+        run.verify(name)
+    except RunError as error:
+        return str(error)
+    return None
 
 
 def _is_json(file: Path) -> bool:
@@ -281,3 +287,63 @@ def standing(run: RunFiles) -> tuple[str, str]:
 def list_runs(root: Path) -> list[Path]:
     """The run folders under `root` (runs, and the stages of runs), sorted by name."""
     return sorted(path.parent for path in {*Path(root).glob(f"*/{CONFIG}"), *Path(root).glob(f"*/*/{CONFIG}")})
+
+
+# ---------------------------------------------------------------- the run that a path belongs to
+
+
+HEIGHT = 3
+"""From runs/x/checkpoints/000100/policy up to runs/x."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """A run, known by its folder."""
+
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def step(self) -> int:
+        """The last step in its log; 0 if there is none."""
+        return max((line["step"] for line in read_metrics(self.folder)), default=0)
+
+
+def overridden(origin: Origin, overrides: Sequence[str]) -> Origin:
+    """The run with overrides of its recipe.  Raises ConfigError, RunError."""
+    return _read(origin.folder, overrides) if overrides else origin
+
+
+def origin_of(path: str | Path) -> Origin | None:
+    """The run of a run folder, or of a model, checkpoint, rollouts or file inside of one; None if no run made it.
+
+    Of a run of several stages the stage that was written last is meant.  Data, models and reward functions that the recipe names
+    need not be there any more.  Raises RunError or ConfigError if the run's `config.yaml` cannot be read.
+    """
+    place = expanded(path)
+    if not place.exists():
+        return None
+    place = place.resolve()
+    for folder in (place, *list(place.parents)[:HEIGHT]):
+        if _is_run(folder):
+            shown = expanded(path) if folder == place else folder
+            return _read(shown)
+    stages = sorted(place.glob(f"*/{METRICS}"), key=lambda log: log.stat().st_mtime) if place.is_dir() else []
+    return _read(expanded(path) / stages[-1].parent.name) if stages and _is_run(stages[-1].parent) else None
+
+
+def _is_run(folder: Path) -> bool:
+    """True for a folder with a recipe in it."""
+    run = RunFiles(folder)
+    if not run.has(CONFIG):
+        return False
+    try:
+        document, problems = parse(run.text(CONFIG, LARGEST_CONFIG), CONFIG)
+    except RunError:
+        return True  # whoever reads it says what is wrong
+    return bool(problems) or (isinstance(document.values, dict) and "objective" in document.values)
+
+
+def _read(folder: Path, overrides: Sequence[str] = ()) -> Origin:
+    text = RunFiles(folder).text(CONFIG, LARGEST_CONFIG)
+    return Origin(folder=folder, recipe=parse_recorded(text, str(folder / CONFIG), overrides))

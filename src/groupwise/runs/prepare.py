@@ -228,16 +228,8 @@ class Prepared:
             algorithm = sampled_elsewhere(
                 resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens, recipe.critic), recipe.rollout
             )
-        for section, plain, needed in (
-            ("critic", CriticSettings(), algorithm is None or algorithm.needs_value),
-            ("teacher", TeacherSettings(), algorithm is None or algorithm.needs_teacher),
-        ):
-            with wrong.of(section):
-                if not needed and getattr(recipe, section) != plain:
-                    raise ConfigError(f"{section}: nothing that is learnt from reads one: leave the section out")
-        with wrong.of("teacher.servers"):
-            if algorithm is not None and recipe.teacher.servers and (message := beyond_servers(algorithm)):
-                raise ConfigError(message)
+        if algorithm is not None:
+            _check_sections(recipe, algorithm, wrong)
         with wrong.of(_data_key(recipe)):
             prompts = _prompts(_with_room(recipe, blueprint, wrong), blueprint, tools_of(source))
         if prompts is not None:
@@ -252,24 +244,7 @@ class Prepared:
         assert algorithm is not None
         assert prompts is not None
         lines.insert(0, ("algorithm", algorithm_line(algorithm)))
-        group, shape, cpu = recipe.group, shape_of(recipe, blueprint), resolve_device(recipe.model).type == "cpu"
-        engine = engine_traits(recipe.rollout.engine.name)
-        load = Load(
-            prompts=group.prompts_per_step,
-            group=group.group_size,
-            prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
-            completion_tokens=recipe.rollout.max_new_tokens,
-            budget=positions_of(recipe),
-            rows=recipe.rollout.max_rows if engine.own_weights else 0,
-            prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
-            cpu=cpu,
-            reference=algorithm.needs_reference,
-            recompute=recipe.model.gradient_checkpointing,
-            adapter=adapter_count(recipe, blueprint),
-            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers))
-            + critic_memory(recipe, algorithm)
-            + teacher_memory(recipe, algorithm, shape),
-        )
+        load = _online_load(recipe, blueprint, algorithm, prompts, scorers)
         held = [*adapter_lines(recipe, blueprint), *precision_lines(recipe)]
         held += _held(recipe, blueprint, load, world)
         rewards = None
@@ -352,6 +327,44 @@ class Prepared:
         return cls(
             recipe=recipe, blueprint=blueprint, prompts=prompts, rows=prompts, rewards=rewards, algorithm=None, steps=0, plan=[]
         )  # fmt: skip
+
+
+def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> None:
+    """Note sections of the recipe that the algorithm does not read, and servers that cannot say what it reads of a teacher."""
+    for section, plain, needed in (
+        ("critic", CriticSettings(), algorithm.needs_value),
+        ("teacher", TeacherSettings(), algorithm.needs_teacher),
+    ):
+        with wrong.of(section):
+            if not needed and getattr(recipe, section) != plain:
+                raise ConfigError(f"{section}: nothing that is learnt from reads one: leave the section out")
+    with wrong.of("teacher.servers"):
+        if recipe.teacher.servers and (message := beyond_servers(algorithm)):
+            raise ConfigError(message)
+
+
+def _online_load(
+    recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm, prompts: Data[Prompt], scorers: Sequence[Blueprint]
+) -> Load:
+    """The work of one step, for the memory plan.   scorers: see `Prepared.of`."""
+    group, shape, cpu = recipe.group, shape_of(recipe, blueprint), resolve_device(recipe.model).type == "cpu"
+    engine = engine_traits(recipe.rollout.engine.name)
+    return Load(
+        prompts=group.prompts_per_step,
+        group=group.group_size,
+        prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
+        completion_tokens=recipe.rollout.max_new_tokens,
+        budget=positions_of(recipe),
+        rows=recipe.rollout.max_rows if engine.own_weights else 0,
+        prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
+        cpu=cpu,
+        reference=algorithm.needs_reference,
+        recompute=recipe.model.gradient_checkpointing,
+        adapter=adapter_count(recipe, blueprint),
+        rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers))
+        + critic_memory(recipe, algorithm)
+        + teacher_memory(recipe, algorithm, shape),
+    )
 
 
 def _data_key(recipe: Recipe) -> str:

@@ -33,9 +33,8 @@ from groupwise.rewards.compose import combine
 from groupwise.rollout.dynamic_sampling import Collected
 from groupwise.runs import checkpoint
 from groupwise.runs.engines import sampled_elsewhere
-from groupwise.runs.folder import CONFIG, FINAL, LARGEST_CONFIG
+from groupwise.runs.folder import CONFIG, FINAL, LARGEST_CONFIG, Origin
 from groupwise.runs.job import Learner, make_learner
-from groupwise.runs.origin import Origin
 from groupwise.runs.prepare import blueprint_of, modelled
 from groupwise.runs.recorded import read_step
 from groupwise.runs.run_files import RunFiles

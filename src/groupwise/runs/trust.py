@@ -22,8 +22,7 @@ from groupwise.config.live_objects import LIVE
 from groupwise.config.settings import Recipe
 from groupwise.errors import ConfigError, RunError
 from groupwise.rewards.registry import BUILTINS, MAKERS
-from groupwise.runs.folder import CONFIG, LARGEST_CONFIG
-from groupwise.runs.origin import Origin
+from groupwise.runs.folder import CONFIG, LARGEST_CONFIG, Origin
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
