@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
-from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Trace, Turn
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, Trace, Turn
 
 UNPACKED, RATIO = 1 << 28, 200
 """A Parquet file may unpack to so many bytes, or so many times its own: a step has log-probs, which do not shrink."""
@@ -359,32 +360,21 @@ def _episode_text(episode: Episode) -> str:
     return _encodable(json.dumps(jsonable(fields), default=str))
 
 
+_TURNS, _TRACES = TypeAdapter(tuple[Turn, ...]), TypeAdapter(tuple[Trace, ...])
+
+
 def _episode(text: str | None) -> Episode | None:
     """What `_episode_text` wrote."""
     if text is None:
         return None
     fields = json.loads(text)
-    turns = tuple(
-        Turn(
-            **{
-                **turn,
-                "finish": Finish(turn["finish"]),
-                "calls": tuple(ToolCall(**{**call, "seconds": float(call["seconds"])}) for call in turn["calls"]),
-                "seconds": float(turn["seconds"]),
-                "reward": None if turn["reward"] is None else float(turn["reward"]),
-            }
-        )
-        for turn in fields["turns"]
-    )
-    branches = tuple(Branch(begin=one["begin"], context=np.array(one["context"], np.int64)) for one in fields["branches"])
-    reward = None if fields["reward"] is None else float(fields["reward"])
-    messages = tuple(fields["messages"])
-    traces = tuple(
-        Trace(agent=one["agent"], turns=tuple(one["turns"]), reward=None if one["reward"] is None else float(one["reward"]))
-        for one in fields.get("traces", ())
-    )
     return Episode(
-        turns=turns, messages=messages, branches=branches, reward=reward, environment=fields["environment"], traces=traces
+        turns=_TURNS.validate_python(fields["turns"]),
+        messages=tuple(fields["messages"]),
+        branches=tuple(Branch(begin=one["begin"], context=np.array(one["context"], np.int64)) for one in fields["branches"]),
+        reward=None if fields["reward"] is None else float(fields["reward"]),
+        environment=fields["environment"],
+        traces=_TRACES.validate_python(fields.get("traces", ())),
     )
 
 
