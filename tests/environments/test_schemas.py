@@ -253,7 +253,7 @@ def test_a_process_of_tools_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\nfrom groupwise.environments import instance\nfrom groupwise.environments.playground import calculate\n"
         "described = instance.Instance({'calculate': calculate}, None, {}).describe('it', None)\n"
-        "print(len(described['tools']), [name for name in ('torch', 'transformers') if name in sys.modules])\n"
+        "print(len(described['schemas']), [name for name in ('torch', 'transformers') if name in sys.modules])\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from groupwise.data.messages import with_arguments
 from groupwise.data.rendering import Chat, Refusal, shown_template
 from groupwise.data.templates import Schemas, Template, unmarked
 from groupwise.data.turns import Suffix, Turns
 from groupwise.environments.requests import ChatRequest, Refused, SampledTokens
-from groupwise.environments.tool_calls import ParsedCall, ParsedTurn, form_of, read_turn, split_thinking
+from groupwise.environments.tool_calls import BrokenCall, ParsedCall, ParsedTurn, form_of, read_turn, split_thinking
 from groupwise.errors import DataError
-from groupwise.records import Finish
+from groupwise.records import Finish, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,14 +157,16 @@ class ChatCodec:
         parsed = self.parse(sampled.tokens, request.tools, thinking=thinking, stopped_at=ends)
         # Clients look results up by id, so ids differ between turns.
         parsed = replace(parsed, calls=tuple(replace(one, id=f"call_{sampled.turn}_{i}") for i, one in enumerate(parsed.calls)))
-        calls = [call for call in parsed.calls if isinstance(call, ParsedCall)]
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.written or (None if calls else "")}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))}}
-                for call in calls
-            ]
+        calls = any(isinstance(call, ParsedCall) for call in parsed.calls)
+        (message,) = with_arguments([parsed.message()], as_text=True)
+        message = {**message, "content": parsed.written or (None if calls else "")}
         reason = "tool_calls" if calls else "length" if sampled.finish is Finish.LENGTH else "stop"
         return ChatResponse(message, parsed, reason)
+
+
+def recorded(call: ParsedCall | BrokenCall, result: str = "", seconds: float = 0.0, failure: str = "") -> ToolCall:
+    """A call for the record of its episode."""
+    if isinstance(call, BrokenCall):
+        return ToolCall(name="", arguments=call.text, result=result, seconds=seconds, failure="unreadable")
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return ToolCall(name=call.name, arguments=arguments, result=result, seconds=seconds, failure=failure)

@@ -25,14 +25,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest
+from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest, recorded
 from groupwise.environments.conversation import NOTHING, Reply, Stream
 from groupwise.environments.endpoint import Endpoint
 from groupwise.environments.harness import EpisodeRequest, Harness
 from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, SamplingRequest, message_key
-from groupwise.environments.tool_calls import ParsedCall, opens_thinking
+from groupwise.environments.tool_calls import opens_thinking
 from groupwise.errors import DataError, EnvironmentFailure
-from groupwise.records import Episode, Finish, Sampling, ToolCall, Trace
+from groupwise.records import Episode, Finish, Sampling, Trace
 from groupwise.utils import threads
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import logger
@@ -413,12 +413,7 @@ class HarnessEpisode:
             self.stream.turns[sampled.turn] = replace(
                 turn,
                 finish=Finish.TOOL_CALLS if calls and turn.finish is not Finish.LENGTH else turn.finish,
-                calls=tuple(
-                    ToolCall(name=call.name, arguments=_json_of(response, call.id), result="", seconds=0.0)
-                    if isinstance(call, ParsedCall)
-                    else ToolCall(name="", arguments=call.text, result="", seconds=0.0, failure="unreadable")
-                    for call in calls
-                ),
+                calls=tuple(map(recorded, calls)),
             )
             self._messages = (*request.messages, response.message)
         return response
@@ -526,11 +521,6 @@ class HarnessEpisode:
             if stop is not None:
                 stop()
             self.world.ended(self, failure)
-
-
-def _json_of(response: ChatResponse, name: str) -> str:
-    """The arguments of a call, as the client got them."""
-    return next(call["function"]["arguments"] for call in response.message["tool_calls"] if call["id"] == name)
 
 
 def _resolve(resolved: tuple[Future[Reply], Reply | EnvironmentFailure] | None) -> None:

@@ -59,17 +59,17 @@ class Instance:
         )
 
     def describe(self, name: str, interface: str | None) -> dict[str, Any]:
-        """Schemas of the tools, whether the policy acts by `step`, whether the environment gives a reward, what `reset` takes.
+        """What `runtime.EnvironmentKind` says of an environment, and which of its tools are asynchronous.
 
         name: the environment's, for messages.   Raises ConfigError.
         """
         from groupwise.environments.schemas import name_of, schema_of
 
         functions = list(self._functions.items())
-        facts: dict[str, Any] = {"steps": False, "rewarded": False, "resets": self._factory is not None, "class": name}
+        facts: dict[str, Any] = {"steps": False, "rewarded": False, "resets": self._factory is not None, "title": name}
         if self._factory is not None:
             made = self._make()
-            facts |= {"class": type(made).__name__, "rewarded": callable(getattr(made, "get_reward", None))}
+            facts |= {"title": type(made).__name__, "rewarded": callable(getattr(made, "get_reward", None))}
             for method in ("reset",) if interface != "step" else ("reset", "step"):
                 if not callable(getattr(made, method, None)):
                     raise ConfigError(f"the environment {name!r} ({type(made).__name__}) has no method {method}()")
@@ -86,7 +86,7 @@ class Instance:
         names = [name_of(schema) for schema in schemas]
         if twice := next((one for one in names if names.count(one) > 1), None):
             raise ConfigError(f"two tools are called {twice!r}; the policy tells them apart by name")
-        return facts | {"tools": schemas, "asynchronous": [tool for tool, function in functions if asynchronous(function)]}
+        return facts | {"schemas": schemas, "asynchronous": [tool for tool, function in functions if asynchronous(function)]}
 
     def reset(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Make the environment and begin its episode; `observation` is None where it says nothing."""

@@ -46,7 +46,7 @@ class EnvironmentKind:
     """The value of the column `environment` that asks for it; empty where there is only one."""
     title: str
     """Its class, for messages."""
-    schemas: tuple[Schema, ...] = ()
+    schemas: Sequence[Schema] = ()
     """Tools that the policy may call."""
     steps: bool = False
     """True if a turn without a call goes to `step`; else such a turn ends the episode."""
@@ -206,15 +206,8 @@ class ToolRuntime:
             raise ConfigError(f"{what}: {_why(error, DESCRIBE_SECONDS)}") from None
         finally:
             worker.kill()
-        self.asynchronous |= set(facts["asynchronous"])
-        return EnvironmentKind(
-            name=name,
-            title=facts["class"],
-            schemas=tuple(facts["tools"]),
-            steps=facts["steps"],
-            resets=facts["resets"],
-            rewarded=facts["rewarded"],
-        )
+        self.asynchronous |= set(facts.pop("asynchronous"))
+        return EnvironmentKind(name=name, **facts)
 
     def kind_of(self, row: Mapping[str, Any], where: str) -> EnvironmentKind:
         """The kind of environment that a row asks for.  Raises DataError."""

@@ -63,7 +63,7 @@ class ParsedTurn:
             for call in self.calls
             if isinstance(call, ParsedCall)
         ]
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: dict[str, Any] = {"role": "assistant", "content": self.written}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         return message | ({"tool_calls": calls} if calls else {})

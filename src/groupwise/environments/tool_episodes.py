@@ -8,7 +8,6 @@ writes it, encoded anew; it is context and not trained.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import zlib
@@ -24,7 +23,7 @@ from groupwise.data.encoding import cut_left
 from groupwise.data.messages import Messages
 from groupwise.data.rendering import shown_template
 from groupwise.data.templates import Template, unmarked
-from groupwise.environments.chat_codec import ChatCodec
+from groupwise.environments.chat_codec import ChatCodec, recorded
 from groupwise.environments.conversation import NOTHING, Reply, Stream
 from groupwise.environments.runtime import (
     EnvironmentBroken,
@@ -35,15 +34,9 @@ from groupwise.environments.runtime import (
     error_text,
 )
 from groupwise.environments.schemas import name_of, typed, wrong_arguments
-from groupwise.environments.tool_calls import (
-    BrokenCall,
-    ParsedCall,
-    ParsedTurn,
-    form_of,
-    opens_thinking,
-)
+from groupwise.environments.tool_calls import BrokenCall, ParsedCall, ParsedTurn, form_of, opens_thinking
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
-from groupwise.records import Episode, Finish, ToolCall
+from groupwise.records import Episode, Finish
 from groupwise.utils import threads
 from groupwise.utils.spelling import nearest
 from groupwise.utils.terminal import logger
@@ -196,7 +189,7 @@ class ToolEpisode:
         began, turn = time.monotonic(), self._stream.turns[-1]
         tokens = self._stream.tokens[turn.begin : turn.end]
         parsed = self._world.codec.parse(tokens, self._tools, thinking=opens_thinking(self._text))
-        message = _message(parsed)
+        message = parsed.message()
         self._messages.append(message)
         self._written.append(message)
         outcome = self._outcome(parsed, turn.finish)
@@ -212,7 +205,7 @@ class ToolEpisode:
             turn,
             finish=Finish.TOOL_CALLS if parsed.calls and turn.finish is not Finish.LENGTH else turn.finish,
             calls=tuple(
-                _record(call, result, answer["content"])
+                recorded(call, answer["content"], result.seconds, result.failure)
                 for call, result, answer in zip(outcome.calls, outcome.results, answers, strict=False)
             ),
             answer="\n".join(answer["content"] for answer in answers) if over is None else "",
@@ -377,24 +370,5 @@ def _appended(messages: Messages, observation: str, template: Template) -> Messa
     return [*messages[:-1], {**last, "content": f"{content or ''}{shown}"}]
 
 
-def _message(parsed: ParsedTurn) -> dict[str, Any]:
-    """A turn as a chat message; what was meant as a call and is none stays in its text."""
-    message = parsed.message()
-    broken = "".join(call.text for call in parsed.calls if isinstance(call, BrokenCall))
-    return message if not broken else {**message, "content": f"{message['content']}{broken}"}
-
-
 def _name(call: ParsedCall | BrokenCall) -> str:
     return call.name if isinstance(call, ParsedCall) else "error"
-
-
-def _record(call: ParsedCall | BrokenCall, result: ToolResult, shown: str) -> ToolCall:
-    """The call with its result.   shown: as much of it as the policy reads."""
-    good = isinstance(call, ParsedCall)
-    return ToolCall(
-        name=call.name if good else "",
-        arguments=json.dumps(dict(call.arguments), ensure_ascii=False) if good else call.text,
-        result=shown,
-        seconds=result.seconds,
-        failure=result.failure,
-    )
