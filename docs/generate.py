@@ -37,7 +37,7 @@ from groupwise.proof.texts import ACROSS, FULL, LARGE
 from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
 from groupwise.runs.plan import Load, prepared_weights, process_memory
-from groupwise.training.metric_table import METRICS
+from groupwise.training.metric_table import FLAGGED, METRICS
 
 DOCS = Path(__file__).parent
 
@@ -230,6 +230,16 @@ def rewards_table() -> str:
         keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         given = ", ".join(f"`{p.name}`" if p.default is p.empty else f"`{p.name}={p.default!r}`" for p in keywords)
         lines.append(f"| `{name}` | {cell(given)} | {cell(first_paragraph(function))} |")
+    return "\n".join(lines)
+
+
+def flags_table() -> str:
+    """What a run warns of at its end."""
+    lines = ["| metric | bound | what it says | what to do |", "|---|---|---|---|"]
+    for metric, flag in FLAGGED:
+        bounds = {">": flag.above, "<": flag.below}
+        bound = next((f"{sign} {value:g}" for sign, value in bounds.items() if value is not None), "NaN")
+        lines.append(f"| `{metric.name}` | {bound} | {flag.title} | {cell(flag.remedy)} |")
     return "\n".join(lines)
 
 
@@ -708,6 +718,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "settings.md": reference,
 }
 TABLES: dict[str, Callable[[], str]] = {
+    "flags": flags_table,
     "trl": trl_table,
     "rewards": rewards_table,
     "explain": explain_block,

@@ -10,6 +10,7 @@ from scipy.stats import chisquare
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import Diverged, EngineError
 from groupwise.records import Finish, Sampling
+from groupwise.rollout.native import decode
 from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.engine import NativeEngine, _Run
 from groupwise.rollout.transformers import TransformersEngine
@@ -47,6 +48,17 @@ def test_p07_greedy_tokens_and_logps_equal_generate(family, policy_of, prompts_o
     same(found, run(ending, prompts, sampling, group_size=2, engine=TransformersEngine), atol=1e-5)
     assert found["p0"][0].finish is Finish.EOS
     assert len(found["p0"][0]) <= 7
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_how_many_rows_have_logits_at_a_time_changes_nothing(family, policy_of, prompts_of, monkeypatch):
+    """Seven rows, at once, four and two at a time."""
+    policy, sampling, found = policy_of(family, dtype=torch.float64), Sampling(top_k=5, max_new_tokens=6), []
+    for rows in (100, 4, 2):
+        monkeypatch.setattr(decode, "chunk_rows", lambda *_, rows=rows: rows)
+        found.append(run(policy, prompts_of(3), sampling, group_size=7))
+    same(found[0], found[1])
+    same(found[0], found[2])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
