@@ -25,17 +25,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import numpy as np
 
 from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest
 from groupwise.environments.requests import (
     ChatRequest,
     Refused,
     SampledTokens,
-    SamplingRequest,
     read_chat_request,
     read_token_request,
     token_answer,
@@ -46,6 +43,7 @@ from groupwise.utils.terminal import logger
 
 if TYPE_CHECKING:
     from groupwise.environments.harness import OutsideHarness
+    from groupwise.environments.harness_episodes import HarnessEpisode
 
 log = logger(__name__)
 
@@ -57,33 +55,12 @@ LONGEST = 2048
 """Characters of an address."""
 
 
-class Session(Protocol):
-    """Answers the requests of one episode."""
-
-    codec: ChatCodec
-
-    def render(self, request: ChatRequest) -> RenderedRequest:
-        """What a chat request's turn is drawn behind.  Raises Refused."""
-        ...
-
-    def draw(
-        self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None, *, agent: str = ""
-    ) -> Future[SampledTokens]:
-        """The turn behind ids; it may fail with Refused.  rendered: of a chat request.   agent: the agent of the episode that sends
-        the request, where several share it.   Raises Refused."""
-        ...
-
-    def respond(self, request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens) -> ChatResponse:
-        """A turn as a message."""
-        ...
-
-
 class Endpoint(Server):
     """The server.  Use it as a context manager, or call `start` and `close`."""
 
     def __init__(
         self,
-        find: Callable[[str], Session | None],
+        find: Callable[[str], HarnessEpisode | None],
         *,
         name: str,
         context: int,
@@ -258,7 +235,7 @@ class _EndpointHandler(Handler):
         """Which of an episode's agents sends the request."""
         return str(self.headers.get("X-Session-ID", ""))
 
-    def _episode(self, episode: str | None) -> Session:
+    def _episode(self, episode: str | None) -> HarnessEpisode:
         """The episode that a request belongs to, by its address, its key or its model.  Raises Refused."""
         model = None if self._body is None else self._body.get("model")
         name = episode if episode is not None else model if isinstance(model, str) else None

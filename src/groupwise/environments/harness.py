@@ -18,7 +18,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from groupwise.environments.requests import Refused
@@ -30,20 +29,10 @@ from groupwise.utils.processes import Died, Raised, WorkerProcess
 from groupwise.utils.secrets import environment_of_others
 
 Ending = tuple[float | None, str, Mapping[str, tuple[str, float | None]]]
-"""What `Finished` takes."""
-
-
-class Finished(Protocol):
-    """Called once, when a harness has ended."""
-
-    def __call__(
-        self, reward: float | None, failure: str, traces: Mapping[str, tuple[str, float | None]] = MappingProxyType({}), /
-    ) -> None:
-        """reward: None if none can be given.   failure: what went wrong, or nothing.   traces: where the agents of an episode are
-        rewarded apart, the agent and the reward of each session (the header X-Session-ID of its requests)."""
-        ...
-
-
+"""How an episode ended: its reward, None if none can be given; what went wrong, or nothing; and, where the agents of an episode are
+rewarded apart, the agent and the reward of each session (the header X-Session-ID of its requests)."""
+Finished = Callable[[float | None, str, Mapping[str, tuple[str, float | None]]], None]
+"""Called once, with the ending, when a harness has ended."""
 FOREVER = 1e6
 """Seconds; the episode's own limit comes before."""
 CLEANUP = 5.0
@@ -105,10 +94,10 @@ class LoopHarness:
         try:
             ending = await episode
         except asyncio.CancelledError:
-            finished(None, "it was broken off")
+            finished(None, "it was broken off", {})
             raise
         except BaseException as error:  # whatever it is, it is this episode's
-            finished(None, str(Raised(described(error))))
+            finished(None, str(Raised(described(error))), {})
         else:
             finished(*ending)
 
@@ -156,9 +145,9 @@ class FunctionHarness(LoopHarness):
             try:
                 reward = reward_of(self.function(**arguments))
             except BaseException as error:  # whatever it is, it is this episode's
-                finished(None, str(Raised(described(error))))
+                finished(None, str(Raised(described(error))), {})
             else:
-                finished(reward, "")
+                finished(reward, "", {})
 
         threads.begin(run, f"harness-{request.id}")
         return lambda: None
@@ -209,7 +198,7 @@ class ProgramHarness:
                 failure = f"its last line is no reward: {error}"
             finally:
                 fork.kill()
-            finished(reward, failure)
+            finished(reward, failure, {})
 
         threads.begin(run, f"harness-{request.id}")
         return fork.kill
@@ -265,7 +254,7 @@ class OutsideHarness:
             finished = self._known.pop(episode, None)
         if finished is None:
             raise Refused("there is no such episode: it is over, or never was one", HTTPStatus.NOT_FOUND, code="episode_over")
-        finished(reward, failure)
+        finished(reward, failure, {})
 
     def close(self) -> None:
         """Forget the episodes: later reports are refused."""

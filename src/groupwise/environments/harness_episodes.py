@@ -199,7 +199,7 @@ class _DrawnTurn:
 
 
 class HarnessEpisode:
-    """One episode; implements `conversation.Conversation` for the engine and `endpoint.Session` for the harness's requests.
+    """One episode; implements `conversation.Conversation` for the engine, and answers the endpoint's requests.
 
     Threads of the engine and of the endpoint use it at once: changes are made under its lock, futures are resolved outside of it.
     """
@@ -224,7 +224,7 @@ class HarnessEpisode:
         self._full: Finish | None = None
         """Why a turn was refused: LENGTH, TURNS."""
         self._stop: Callable[[], None] | None = None
-        self._ran, self._closed = False, False
+        self._ran = False
         self._spent, self._since = 0.0, math.inf
         """Seconds that the harness took, and when it went to work again."""
 
@@ -257,7 +257,6 @@ class HarnessEpisode:
     def close(self, finish: Finish) -> Episode:
         """Break the harness off and refuse what it still asks for; the episode as a record."""
         with self._lock:
-            self._closed = True
             self._over = self._over or finish
             self._full = self._full or (finish if finish in FULL else None)
             left = [*self._waiting, *([self._drawing] if self._drawing is not None else [])]
@@ -390,7 +389,11 @@ class HarnessEpisode:
     def draw(
         self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None, *, agent: str = ""
     ) -> Future[SampledTokens]:
-        """Queue the request for the engine.  Raises Refused for other sampling than the run's, or an episode that is over."""
+        """Queue the request for the engine; the turn behind these ids, which may fail with Refused.
+
+        rendered: of a chat request.   agent: the agent of the episode that sends it, where several share it.
+        Raises Refused for other sampling than the run's, or an episode that is over.
+        """
         sampling.check_against(self.world.limits.sampling)
         request = _TurnRequest(context, sampling, rendered, agent)
         with self._lock:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from groupwise.environments.instance import Instance, MissingColumn, serve_environments
 from groupwise.environments.schemas import Schema
@@ -93,22 +93,6 @@ class EnvironmentBroken(Exception):
         self.finish = finish
 
 
-class Worker(Protocol):
-    """The process or thread that an `Instance` runs in (`processes.WorkerProcess`, `WorkerThread`)."""
-
-    def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
-        """Its answers to a request, each within `seconds` of the one before.  Raises TimeoutError, Died, Raised."""
-        ...
-
-    def alive(self) -> bool:
-        """True if it is there and has answered everything."""
-        ...
-
-    def kill(self) -> Any:
-        """End it, whatever it is doing; harmless if called again."""
-        ...
-
-
 class WorkerThread:
     """A thread of this process, always the same one for an instance.  It cannot be ended: one that hangs is left behind."""
 
@@ -117,7 +101,7 @@ class WorkerThread:
         self._ended: Future[None] = Future()
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
-        """Have the thread answer; one that is late is left behind."""
+        """Its answers to a request, each within `seconds` of the one before.  Raises TimeoutError, Died, Raised."""
         answer = self._done(partial(self._instance.answer, *request), seconds)
         if request[0] != "call":
             yield answer
@@ -153,6 +137,10 @@ class WorkerThread:
             self._ended.set_result(None)
             self._thread.begin(partial(self._instance.end, False))
             self._thread.close()
+
+
+Worker = WorkerProcess | WorkerThread
+"""What an `Instance` runs in."""
 
 
 class ToolRuntime:
