@@ -230,27 +230,32 @@ def place(result: dict[str, Any]) -> str:
 
 def tables(results: dict[str, Any]) -> str:
     """The tables of docs/real-model.md: methods for each task, stale weights, objectives."""
-    accuracies = {name: name for name in ("greedy", "sampled", "pass@8")}
     parts: list[str] = []
     for task in TASKS:
-        methods = dict.fromkeys(name.split("/")[1] for name in results if name.startswith(f"{task}/"))
         others = {f"greedy on {other}": f"{other} greedy" for other in TASKS if other != task}
-        columns = accuracies | others | {"log-prob of text": "text", "seconds": "wall"}
-        parts.append(
-            table(results, task, {method: {name: (f"{task}/{method}", key) for name, key in columns.items()} for method in methods})
-        )
+        columns = {
+            "greedy": "greedy",
+            "sampled": "sampled",
+            "pass@8": "pass@8",
+            **others,
+            "log-prob of text": "text",
+            "seconds": "wall",
+        }
+        methods = dict.fromkeys(name.split("/")[1] for name in results if name.startswith(f"{task}/"))
+        cells = {method: {name: (f"{task}/{method}", key) for name, key in columns.items()} for method in methods}
+        cells["before training"].pop("seconds")
+        parts.append(table(results, task, cells))
     for key in ("sampled", "greedy"):
-        current = {"none": "objective/sums, grpo", "cispo": "objective/sums, cispo"}
-        steps = {f"{ahead}": {name: (f"stale/{name}, {ahead}", key) for name in STALE} for ahead in (1, 2, 4, 8)}
-        parts.append(table(results, f"steps ahead, {key}", {"0": {name: (current.get(name, ""), key) for name in STALE}, **steps}))
-    columns = [(task, key) for task in ("sums", "words") for key in ("greedy", "sampled")]
-    parts.append(
-        table(
-            results,
-            "objective",
-            {one: {f"{task}, {key}": (f"objective/{task}, {one}", key) for task, key in columns} for one in OBJECTIVES},
-        )
-    )
+        # On-policy, the corrections change nothing.
+        rows = {"0": dict.fromkeys(STALE, ("", key)) | {"none": ("sums/grpo", key), "cispo": ("objective/sums, cispo", key)}}
+        rows |= {f"{ahead}": {name: (f"stale/{name}, {ahead}", key) for name in STALE} for ahead in (1, 2, 4, 8)}
+        parts.append(table(results, f"steps ahead, {key}", rows))
+    rows = {one: {} for one in OBJECTIVES}
+    for one in OBJECTIVES:
+        for task in ("sums", "words"):
+            group = f"{task}/grpo" if one == "grpo" else f"objective/{task}, {one}"
+            rows[one] |= {f"{task}, {key}": (group, key) for key in ("greedy", "sampled")}
+    parts.append(table(results, "objective", rows))
     return "\n\n".join(parts)
 
 
@@ -277,12 +282,14 @@ def table(results: dict[str, Any], corner: str, rows: dict[str, dict[str, tuple[
 
 
 def interval(values: Sequence[float]) -> str:
-    """Mean and half the width of Student's 95 % interval over seeds."""
+    """Mean and half the width of Student's 95 % interval over seeds; of fewer than three the mean alone."""
     average = sum(values) / len(values)
-    if len(values) < 2 or average > 10:  # seconds
-        return f"{average:.2f}" if average < 10 else f"{average:.0f}"
+    if average > 10:
+        return f"{average:.0f}"  # seconds
+    if len(values) < 3:
+        return f"{average:.2f}"
     spread = math.sqrt(sum((value - average) ** 2 for value in values) / (len(values) - 1))
-    quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}[len(values)]
+    quantile = {3: 4.303, 4: 3.182, 5: 2.776}[len(values)]
     return f"{average:.2f} ±{quantile * spread / math.sqrt(len(values)):.2f}"
 
 
