@@ -191,10 +191,10 @@ static void multiply(Matrix<T> a, Matrix<T> b, Result out, long inners, int thre
 }
 
 // True if these products are worth it: on matrix tiles, and on long vectors of processors that MKL was not written for.  With shorter
-// vectors other libraries' are as good.
+// vectors other libraries' are as good, and on AMD's family 19h (Zen 4), which computes long vectors in halves.
 extern "C" int has_gemm() {
 #if defined(__AVX512F__)
-    return has_tiles() || !__builtin_cpu_is("intel");
+    return has_tiles() || !(__builtin_cpu_is("intel") || __builtin_cpu_is("amdfam19h"));
 #else
     return 0;
 #endif

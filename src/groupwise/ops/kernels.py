@@ -43,7 +43,7 @@ def absence() -> str | None:
 
 
 def has_gemm() -> bool:
-    """True if `gemm` is worth it on this processor: it has matrix tiles, or AVX-512 and is not Intel's."""
+    """True if `gemm` is worth it on this processor: it has matrix tiles, or AVX-512 of full width and is not Intel's."""
     return absence() is None and operations.has_gemm()
 
 

@@ -1,9 +1,9 @@
 """Products of large matrices, each by the way that is fastest on its device: torch's, or our own on some CPUs.
 
-In float32 ours (gemm.cpp) take two thirds of the time of torch's on processors with matrix tiles, and half of it on AMD's
-with AVX-512, which MKL uses by half; they are as exact.  With AVX2 they stay off: there torch's reach 80 to 87 GFLOP/s of a core of
-AMD's Zen 3, and ours 45 to 75.  In bfloat16 oneDNN's are faster than ours where the result is bfloat16, too; results in float32,
-which gradients of float32 weights are, it does not know.
+In float32 ours (gemm.cpp) take two thirds of the time of torch's on processors with matrix tiles, and half of it on AMD's with
+AVX-512 of full width, which MKL uses by half; they are as exact.  Elsewhere they stay off: on a core of AMD's Zen 3 (AVX2) torch's
+reach 80 to 87 GFLOP/s and ours 45 to 75, on Zen 4 (AVX-512 in halves) torch's 86 to 96 and ours 81 to 92.  In bfloat16 oneDNN's are
+faster than ours where the result is bfloat16, too; results in float32, which gradients of float32 weights are, it does not know.
 
 M, N sides of the result   K what is summed over
 """
