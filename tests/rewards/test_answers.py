@@ -50,7 +50,7 @@ def test_find_gold_keeps_prose_for_the_parser():
 
 
 def test_boxes_inside_boxes_are_one_box():
-    assert [content for *_, content in boxes(r"a \boxed{1 + \boxed{2}} \boxed{3}")] == [r"1 + \boxed{2}", "3"]
+    assert [content for _, _, content, _ in boxes(r"a \boxed{1 + \boxed{2}} \boxed{3}")] == [r"1 + \boxed{2}", "3"]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import pytest
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.accuracy import accuracy, check_gold, exact, number
 from groupwise.rewards.format import regex, tags, think_format
-from groupwise.rewards.length import cosine_length, soft_overlong
+from groupwise.rewards.length import cosine_length, repetition, soft_overlong
 from groupwise.rewards.registry import BUILTINS
-from groupwise.rewards.repetition import repetition
 
 GSM8K = [
     "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\nShe makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18",
@@ -178,7 +177,6 @@ def test_importing_the_rewards_does_not_import_torch():
         "length",
         "math_checker",
         "registry",
-        "repetition",
         "returned",
         "step_rewards",
     ]

@@ -47,7 +47,7 @@ REWARDS: Mapping[str, str] = {
     "tags": "format",
     "soft_overlong": "length",
     "cosine_length": "length",
-    "repetition": "repetition",
+    "repetition": "length",
     "regex": "format",
     "environment": "environment",
     "model": "model",

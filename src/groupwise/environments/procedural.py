@@ -132,7 +132,7 @@ def answer_in(text: str) -> str:
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         return tagged[-1].strip()
     rest = after_thinking(text)
-    boxed = [content for _, _, content in boxes(rest)]
+    boxed = [content for _, _, content, _ in boxes(rest)]
     return (boxed[-1] if boxed else rest).strip()
 
 

@@ -84,18 +84,12 @@ def after_thinking(text: str) -> str:
     return text[end:]
 
 
-def boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    r"""Start, end and content of every `\boxed{...}` in order, braces balanced; one that is never closed ends with the text.
+def boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
+    r"""Start, end and content of every `\boxed{...}` in order, braces balanced, and whether it is closed.
 
-    >>> [content for _, _, content in boxes(r"\boxed{1}, then \boxed{\frac{1}{2}}")]
+    >>> [content for _, _, content, _ in boxes(r"\boxed{1}, then \boxed{\frac{1}{2}}")]
     ['1', '\\frac{1}{2}']
     """
-    for start, end, content, _ in _boxes(text):
-        yield start, end, content
-
-
-def _boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
-    """The same, and whether the box is closed."""
     end = 0
     for match in _BOXES.finditer(text):
         if match.start() < end:
@@ -183,7 +177,7 @@ def find_gold(text: str) -> str | None:
 
 def marked(text: str, *, cut: bool = False) -> str | None:
     """The answer that stands in a box, in an `<answer>` tag or behind `####`, whichever comes last; None if none is there."""
-    boxed = [(start, end, content) for start, end, content, closed in _boxes(text) if closed or not cut]
+    boxed = [(start, end, content) for start, end, content, closed in boxes(text) if closed or not cut]
     hashes = _hashes(_finished(text) if cut else text)
     tag, tagged = _tagged(text, cut)
     place = max(hashes, tag)

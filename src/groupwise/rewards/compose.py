@@ -23,7 +23,7 @@ from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.errors import ConfigError, Findings, RewardError
 from groupwise.records import Episode, Prompt, Rollout, Scored, Step
 from groupwise.rewards.calls import DEFAULT_SECONDS, SECONDS_EACH, Host, Outcome, Running, all_together, failed, outcome_of
-from groupwise.rewards.environment_states import EnvironmentState
+from groupwise.rewards.environment import EnvironmentState
 from groupwise.rewards.find import Completions, LiveReward, find_builtin
 from groupwise.rewards.functions import Functions, RewardCall
 from groupwise.rewards.registry import GOLD_COLUMNS
