@@ -30,7 +30,7 @@ from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import delta_rule, is_numbered
 from groupwise.ops import decoding
-from groupwise.ops.attention import EVERYTHING, Query, Reach
+from groupwise.ops.attention import EVERYTHING, Query
 from groupwise.ops.decoding import Filler, Operations, PreparedLayer
 
 
@@ -122,80 +122,51 @@ def _described(model: nn.Module) -> list[Any]:
 Rotate = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Attention:
     """Attention between a layer's two products."""
 
-    layer: int
-    heads: int
-    shared: int
-    width: int
-    head_norm: decoding.Norm | None
-    gated: bool
-    scale: float
-    reach: Reach
+    number: int
+    attention: Attention
+    layer: PreparedLayer
 
     def __call__(self, inner_TN: Tensor, rotate: Rotate | None, attend: Attend) -> Tensor:
         """inner_TN: query, key and value heads side by side, behind them the gates of the query heads where there are any."""
-        heads, both, all_ = self.heads, self.heads + self.shared, self.heads + 2 * self.shared
-        inner = inner_TN.view(inner_TN.shape[0], -1, self.width)
-        qk = inner[:, :both]
-        if self.head_norm is not None:
-            qk = self.head_norm(qk)
+        heads, shared, layer = self.attention.heads, self.attention.shared, self.layer
+        qk, value, gate = inner_TN.unflatten(-1, (-1, self.attention.width)).tensor_split((heads + shared, heads + 2 * shared), 1)
+        if layer.head_norm is not None:
+            qk = layer.head_norm(qk)
         if rotate is not None:
             qk = rotate(qk)
-        seen = attend(Query(self.layer, qk[:, :heads], qk[:, heads:], inner[:, both:all_], self.scale, None, self.reach))
-        return (seen * torch.sigmoid(inner[:, all_:]) if self.gated else seen).reshape(inner_TN.shape[0], -1)
+        seen = attend(Query(self.number, qk[:, :heads], qk[:, heads:], value, layer.scale, None, layer.reach))
+        return (seen * torch.sigmoid(gate) if self.attention.gated else seen).reshape(inner_TN.shape[0], -1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _DeltaNet:
     """Convolution, gated delta rule and gated norm between a layer's two products."""
 
-    layer: int
-    shared: int
-    heads: int
-    key_width: int
-    width: int
-    weight_DW: Tensor
-    bias_D: Tensor | None
-    rate_H: Tensor
-    """Of the decay."""
-    offset_H: Tensor
-    gain_V: Tensor
-    eps: float
-
-    @classmethod
-    def of(cls, layer: int, net: DeltaNet) -> _DeltaNet:
-        """A described one, its numbers in float32."""
+    def __init__(self, number: int, net: DeltaNet) -> None:
+        """Its numbers in float32."""
         module = net.module
-        convolution, bias = module.conv1d, module.conv1d.bias
-        return cls(
-            layer=layer,
-            shared=net.shared,
-            heads=net.heads,
-            key_width=net.key_width,
-            width=net.width,
-            weight_DW=convolution.weight.detach().squeeze(1).float(),
-            bias_D=None if bias is None else bias.detach().float(),
-            rate_H=-module.A_log.detach().float().exp(),
-            offset_H=module.dt_bias.detach().float(),
-            gain_V=module.norm.weight.detach().float(),
-            eps=module.norm.variance_epsilon,
-        )
+        self.number, self.net, self.eps = number, net, module.norm.variance_epsilon
+        names = ("conv1d.weight", "conv1d.bias", "A_log", "dt_bias", "norm.weight")
+        numbers = {name: x.detach().float() for name, x in module.named_parameters() if name in names}
+        self.weight_DW, self.bias_D = numbers["conv1d.weight"].squeeze(1), numbers.get("conv1d.bias")
+        self.rate_H, self.offset_H, self.gain_V = -numbers["A_log"].exp(), numbers["dt_bias"], numbers["norm.weight"]
 
     def __call__(self, inner_TN: Tensor, rotate: Rotate | None, attend: Attend) -> Tensor:
         """inner_TN: queries, keys and values side by side, then gates, betas and decays of the heads."""
-        keys, values = self.shared * self.key_width, self.heads * self.width
-        mixed, gate, beta, decay = inner_TN.float().split([2 * keys + values, values, self.heads, self.heads], -1)
-        mixed = attend.recurrent.convolve((self.layer, 1), mixed, self.weight_DW, self.bias_D, silu=True).to(inner_TN.dtype)
+        net = self.net
+        keys, values = net.shared * net.key_width, net.heads * net.width
+        mixed, gate, beta, decay = inner_TN.float().split([2 * keys + values, values, net.heads, net.heads], -1)
+        mixed = attend.recurrent.convolve((self.number, 1), mixed, self.weight_DW, self.bias_D, silu=True).to(inner_TN.dtype)
         query, key, value = mixed.split([keys, keys, values], -1)
         out_THV = delta_rule(
             attend.recurrent,
-            (self.layer, 2),
-            query.unflatten(-1, (self.shared, self.key_width)),
-            key.unflatten(-1, (self.shared, self.key_width)),
-            value.unflatten(-1, (self.heads, self.width)),
+            (self.number, 2),
+            query.unflatten(-1, (net.shared, net.key_width)),
+            key.unflatten(-1, (net.shared, net.key_width)),
+            value.unflatten(-1, (net.heads, net.width)),
             self.rate_H * F.softplus(decay + self.offset_H),
             beta.sigmoid(),
         ).float()
@@ -256,18 +227,7 @@ class SpecialisedForward:
             scale=1.0 if attention is None else attention.scale,
             reach=EVERYTHING if attention is None else reach_of(attention.module),
         )
-        if not isinstance(mixer, Attention):
-            return prepared, _DeltaNet.of(i, mixer)
-        return prepared, _Attention(
-            layer=i,
-            heads=mixer.heads,
-            shared=mixer.shared,
-            width=mixer.width,
-            head_norm=prepared.head_norm,
-            gated=mixer.gated,
-            scale=prepared.scale,
-            reach=prepared.reach,
-        )
+        return prepared, _DeltaNet(i, mixer) if isinstance(mixer, DeltaNet) else _Attention(i, mixer, prepared)
 
     def _product(self, *linears: nn.Module) -> Any:
         """Linear layers side by side."""
@@ -305,7 +265,7 @@ class SpecialisedForward:
 
     def _decoder(self) -> decoding.Decoder | None:
         positions = self.rotary if self.position_PD is None else self.position_PD
-        plain = all(isinstance(mixer, _Attention) and not mixer.gated for mixer in self.mixers)
+        plain = all(isinstance(mixer, _Attention) and not mixer.attention.gated for mixer in self.mixers)
         if not plain or not self.operations.compiled or positions is None:
             return None
         heads = (self.heads, self.shared, self.width)
