@@ -50,7 +50,7 @@ def with_gradients(compute: Callable[[Query], Tensor], query: Query, end: int) -
     out = compute(query)[:end]
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     wanted = [x for x in (query.query_THD, query.key_TKD, query.value_TKE, query.sinks_H) if x is not None]
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), wanted)]
+    return [out.detach(), *torch.autograd.grad((out * weight.to(out.device)).sum(), wanted)]
 
 
 @given(groups=GROUPS, filler=st.sampled_from([0, 3]), keys=st.sampled_from([1, 2, 4]), rows=st.sampled_from([3, 256]), **ASKED)
@@ -165,6 +165,21 @@ def test_flex_attention_says_the_same(reach: Reach, cap: float | None, sinks: bo
 
 
 @pytest.mark.slow
+def test_flex_attention_is_compiled_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where scores are capped: what torch cannot trace it would run uncompiled, for all pairs of tokens."""
+    whole = torch.compile(attention._plain_flex(), dynamic=True, fullgraph=True, backend="eager")
+    monkeypatch.setattr(attention, "_plain_flex", lambda: whole)
+    for cap in (None, 3.0, 2.0):
+        for groups in ([(5, [4, 1]), (0, [7])], [(3, [6])]):
+            layout = layout_of(groups, 0)
+            query = asked(layout.total, reach=EVERYTHING, cap=cap, sinks=False, value=8)
+            query = Query(*(x.detach().float() if isinstance(x, Tensor) else x for x in query))
+            with torch.no_grad():
+                found = StreamAttention(layout)._flex_attention(*query.heads, query.scale, cap, query.reach, None)
+            torch.testing.assert_close(found[0].transpose(0, 1), definition(layout, query), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [EVERYTHING, Reach(window=1), Reach(window=200), Reach(window=300), Reach(chunk=150)], ids=str)
 def test_the_flex_blocks_are_those_of_the_mask_of_all_pairs(reach: Reach) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
@@ -179,16 +194,6 @@ def test_the_flex_blocks_are_those_of_the_mask_of_all_pairs(reach: Reach) -> Non
         for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
             for kind in (name, f"full_{name}"):
                 assert torch.equal(getattr(found, kind), getattr(expected, kind)), (layout, kind)
-
-
-@pytest.mark.parametrize(("reach", "cap", "sinks"), CASES, ids=str)
-def test_flex_attention_equals_the_definition(reach: Reach, cap: float | None, sinks: bool) -> None:
-    layout = layout_of([(5, [4, 1]), (0, [7]), (3, [6])], 5)
-    query = asked(layout.total, reach=reach, cap=cap, sinks=sinks, value=8)
-    query = Query(*(x.detach().float() if isinstance(x, Tensor) else x for x in query))
-    attention, end = StreamAttention(layout), sum(layout.length)
-    found = attention._flex_attention(*query.heads, query.scale, cap, reach.within(attention.longest), query.sinks_H)
-    torch.testing.assert_close(found.squeeze(0).transpose(0, 1)[:end], definition(layout, query)[:end], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

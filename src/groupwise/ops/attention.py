@@ -124,7 +124,7 @@ class StreamAttention:
                 query,
                 key,
                 value,
-                score_mod=None if cap is None else _capped(cap),
+                score_mod=None if cap is None else _capped(cap, query.device),
                 block_mask=self._flex[reach],
                 scale=scale,
                 enable_gqa=query.shape[1] != key.shape[1],
@@ -536,9 +536,17 @@ def blocks_seen(layout: Layout, reach: Reach = EVERYTHING) -> tuple[Tensor, Tens
     return some_QK, whole_QK == FLEX_BLOCK
 
 
-def _capped(cap: float) -> Callable[..., Tensor]:
+@cache
+def _capped(cap: float, device: torch.device) -> Callable[..., Tensor]:
+    """What FlexAttention does to a score: one function for each cap, which reads it from the device.
+
+    A number of Python's would be compiled as one that may change, and dynamo takes no such number here.
+    """
+    with torch.inference_mode(False):
+        cap_ = torch.tensor(cap, device=device)
+
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        return cap_ * torch.tanh(score / cap_)
 
     return capped
 
@@ -556,4 +564,4 @@ def _compiled_flex() -> Any:
     It is compiled again for each type, for passes with and without gradients, and for each cap.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # else torch runs the rest uncompiled
-    return torch.compile(_plain_flex(), dynamic=True)
+    return torch.compile(_plain_flex(), dynamic=True, fullgraph=True)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +16,8 @@ from groupwise.errors import EngineError
 from groupwise.ops import kernels
 from groupwise.records import Finish, Sampling
 from groupwise.rollout.episodes import Conversations
-from groupwise.rollout.native import attention
+from groupwise.rollout.native import attention, graphs
 from groupwise.rollout.native import engine as native
-from groupwise.rollout.native.decode import TokenDecode
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache
@@ -46,6 +46,8 @@ def plain(monkeypatch):
 
 def as_on_a_gpu(patch):
     patch.setattr(attention, "ALIGNS", ("cpu",))
+    patch.setattr(graphs, "DEVICES", ("cpu",))
+    patch.setattr(graphs, "recorded", lambda step, beside: SimpleNamespace(replay=step))
     patch.setitem(native.TOKENS_PER_SYNC, "cpu", native.TOKENS_PER_SYNC["cuda"])
 
 
@@ -65,9 +67,25 @@ def test_a_gpus_way_draws_what_a_cpus_draws(family, sampling, policy_of, prompts
     policy, prompts = policy_of(family, dtype=torch.float32, context=128, sharpness=2.0, **options), prompts_of(9, 3, 14, 1, 9)
     expected = sampled(policy, prompts, sampling, max_rows=7)
     as_on_a_gpu(monkeypatch)
+    records = []
+    monkeypatch.setattr(graphs, "recorded", lambda step, beside: records.append(beside) or SimpleNamespace(replay=step))
     found = sampled(policy, prompts, sampling, max_rows=7)
     same(found, expected)
+    assert bool(records) != sampling.truncates
     assert {rollout.finish for rollout in found.values()} >= ({Finish.STOP} if sampling.stop else set())
+
+
+def test_a_gpu_that_cannot_record_draws_all_the_same(policy_of, prompts_of, plain, monkeypatch):
+    policy, prompts = policy_of("llama", dtype=torch.float32, context=128, sharpness=2.0), prompts_of(9, 3, 14)
+    expected = sampled(policy, prompts, Sampling(max_new_tokens=30))
+    as_on_a_gpu(monkeypatch)
+
+    def fails(step, beside):
+        raise RuntimeError("no capture here")
+
+    monkeypatch.setattr(graphs, "recorded", fails)
+    with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: no capture here"):
+        same(sampled(policy, prompts, Sampling(max_new_tokens=30)), expected)
 
 
 def test_a_model_that_is_altered_between_groups_is_decoded_through_its_modules(policy_of, prompts_of, plain, monkeypatch):
@@ -144,6 +162,8 @@ def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling
             return out
 
     monkeypatch.setattr(attention, "ALIGNS", ("meta",))
+    monkeypatch.setattr(graphs, "DEVICES", ("meta",))
+    monkeypatch.setattr(graphs, "recorded", lambda step, beside: SimpleNamespace(replay=step))
     policy = policy_of(family, dtype=torch.float32, setting=ModelSettings(device="cpu", dtype=precision), **options)
     policy.model.to("meta")
     device, rows = torch.device("meta"), 10
@@ -152,10 +172,11 @@ def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling
         prompts, own = KVCache(4, 16, most_tokens=16), KVCache(12, 64, most_tokens=64)
         for layer in range(len(forward.layers)):
             prompts.layer(layer, torch.empty(1, forward.shared, forward.width, dtype=forward.dtype, device="meta"))
-        decode = TokenDecode(forward, sampling, prompts, own, device, vocabulary=policy.vocabulary)
+        decode = graphs.GraphDecode(forward, sampling, prompts, own, device, vocabulary=policy.vocabulary)
         decode.arrange([9, 16, 3, 4], [0, 0, 1, 1, 2, 3, 3, 3, 2, 2], list(range(rows)))
         newest_R, uniform_RT = torch.empty(rows, dtype=torch.int64, device="meta"), torch.empty(rows, 64, device="meta").double()
         (first,) = decode.draw(newest_R, uniform_RT, 1)  # who is where is written once for an arrangement
+        assert decode.sizes
         with Crossings() as seen:
             decode.draw(first.token_R, uniform_RT, 7)
     assert not {name for name, crossings in seen.found.items() if crossings}

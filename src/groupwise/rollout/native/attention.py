@@ -176,14 +176,22 @@ class Decode(TokenAttend):
         most = max(map(len, self.rows_P))
         return self._once("members", lambda: [rows + [0] * (most - len(rows)) for rows in self.rows_P])
 
+    def _place_R2(self) -> tuple[Tensor, Tensor]:
+        """The prompt of each row, and the row's place among those of its prompt (R,)."""
+        places = {row: (entry, place) for entry, rows in enumerate(self.rows_P) for place, row in enumerate(rows)}
+        entry_R, place_R = self._once("places", lambda: list(zip(*(places[row] for row in range(len(places))), strict=True)))
+        return entry_R, place_R
+
+    def _length_P(self) -> Tensor:
+        """Tokens of each prompt."""
+        return self._once("prompt ends", lambda: self.prompt_length_P)
+
     def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
         """Rows x heads -> prompts x heads x members, and back."""
         if shared not in self._index:
             head_K = torch.arange(shared, device=self.device)
-            member_PN = self._member_PN()
+            member_PN, (entry_R, place_R) = self._member_PN(), self._place_R2()
             to_prompt = member_PN[:, None, :] * shared + head_K[None, :, None]
-            places = [(row, entry, place) for entry, rows in enumerate(self.rows_P) for place, row in enumerate(rows)]
-            _, entry_R, place_R = torch.tensor(sorted(places), device=self.device).T
             from_prompt = (entry_R[:, None] * shared + head_K[None]) * member_PN.shape[1] + place_R[:, None]
             self._index[shared] = (to_prompt.flatten(), from_prompt.flatten())
         return self._index[shared]
@@ -199,9 +207,8 @@ class Decode(TokenAttend):
         if (reach, queries) not in self._prompt_bias:
             bias = None
             if reach != EVERYTHING or min(self.prompt_length_P) < self.longest_prompt:
-                length_P = self._once("prompt ends", lambda: self.prompt_length_P)
                 position_PN = self.position_R[self._member_PN()]
-                bias = prompt_bias(length_P, self.longest_prompt, position_PN, reach.span(position_PN), queries, dtype)
+                bias = prompt_bias(self._length_P(), self.longest_prompt, position_PN, reach.span(position_PN), queries, dtype)
             self._prompt_bias[reach, queries] = bias
         return self._prompt_bias[reach, queries]
 

@@ -36,8 +36,9 @@ from groupwise.rollout import sampling as draws
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
 from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Conversations, await_one
 from groupwise.rollout.native.attention import Extend, Prefill, whole
-from groupwise.rollout.native.decode import NextToken, TokenDecode
+from groupwise.rollout.native.decode import NextToken
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
+from groupwise.rollout.native.graphs import GraphDecode
 from groupwise.rollout.native.kv_cache import Kept, KVCache
 from groupwise.rollout.stopping import Stopping
 
@@ -290,7 +291,7 @@ class _Run:
     """One call of `generate`: conversations begin, listen to their world, wait for a place, and live."""
 
     forward: RolloutForward
-    decode: TokenDecode
+    decode: GraphDecode
     places: int
     """Rows that may live at the same time."""
 
@@ -402,7 +403,7 @@ class _Run:
         if self.prompts.pasts and type(self.forward) is not before:
             raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
         stores = self.prompts.store, self.rows.store
-        self.decode = TokenDecode(self.forward, self.sampling, *stores, self.device, vocabulary=self.policy.vocabulary)
+        self.decode = GraphDecode(self.forward, self.sampling, *stores, self.device, vocabulary=self.policy.vocabulary)
         self.places = self.engine.max_rows
         if self.world is not None and self.forward.decoder is not None:
             self.places = min(self.places, TURNS * torch.get_num_threads())
