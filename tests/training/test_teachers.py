@@ -471,7 +471,6 @@ def test_a_teacher_with_padding_rows_is_taken(tmp_path: Path, write_recipe: Call
             "teacher is for those that",
         ),
         ({"teacher": {"path": "./nowhere"}}, "teacher.path: no such folder"),
-        ({"teacher": {"hint": "answer"}}, "teacher.hint: 'answer' names no column"),
         (
             {"teacher": {"hint": "{answer}", "demonstrations": {"path": "x.jsonl", "row": 3}}},
             "did you mean teacher.demonstrations.rows",

@@ -52,6 +52,13 @@ def test_pages_carry_a_strict_policy(viewer: Start, run_folder: Path) -> None:
         assert "Python" not in headers["Server"]
 
 
+def test_nothing_reads_on_behind_a_viewer_that_is_closed(run_folder: Path) -> None:
+    own = Viewer(Pages(open_sources([run_folder]))).start()
+    get(own, "/api/runs")
+    own.close()
+    assert all(index._reading is None or index._reading.done() for index in own.pages.indexes)
+
+
 def test_the_page_names_no_other_host(viewer: Start, run_folder: Path) -> None:
     own = viewer(run_folder)
     for path in own.files:
