@@ -38,6 +38,7 @@ from groupwise.training.loss import Loss
 from groupwise.training.offline import SFT, Objective, train_offline
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import BatchPass
 from groupwise.training.preferences import reward_objective
 from groupwise.training.samples import weigh
 from groupwise.training.signals import with_reference
@@ -248,7 +249,7 @@ class Ours:
         options |= {"fill": self.policy.tiled, "device": self.policy.device}
         for batch in pack(samples, positions(self.work, self.policy), **options):
             with checkpointing(self.policy, self.work.checkpointing), fused_modules(self.policy.model):
-                value, seen_M = loss(self.policy, batch=batch)
+                value, seen_M = loss(BatchPass(self.policy, batch))
                 value.backward()
             total += float(value.detach())
             logp_M = seen_M.detach() if seen_M.ndim == 1 else seen_M.detach()[:, 0]

@@ -22,6 +22,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from steps import improve
 
 import groupwise as gw
 from groupwise import errors
@@ -53,7 +54,7 @@ from groupwise.runs.progress import COLUMNS, LOSS, Progress
 from groupwise.training.groups import sampled_rollouts
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
-from groupwise.training.online import improve, train_online
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import weigh
 from groupwise.training.signals import with_reference

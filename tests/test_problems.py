@@ -29,7 +29,7 @@ from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling
+from groupwise.records import Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.dynamic_sampling import GroupSampler
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.prepare import plan_of
@@ -38,7 +38,7 @@ from groupwise.training.groups import sampled_rollouts
 from groupwise.training.loss import Loss
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import Assessment, update
+from groupwise.training.passes import Assessment, BatchPass, update
 from groupwise.training.samples import weigh
 
 
@@ -63,7 +63,7 @@ def test_p03_minibatches_of_a_rollout_add_up_to_its_one_step(tiny_policy: Callab
         policy.model.zero_grad()
         samples = weigh(groups[part], advantages[part], algorithm)
         for batch in pack(samples, 1000, dtype=torch.float64):
-            Loss(algorithm=algorithm, entropy_tokens=1.0)(policy, batch)[0].backward()
+            Loss(algorithm=algorithm)(BatchPass(policy, batch))[0].backward()
         gradients = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
         return torch.cat(gradients).clone(), sum(sample.completion.size for sample in samples)
 
@@ -265,12 +265,13 @@ def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_resul
         policy = tiny_policy()
         calls = []
 
-        def loss(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        def loss(passed: BatchPass) -> tuple[torch.Tensor, torch.Tensor]:
+            batch = passed.batch
             calls.append(sum(batch.layout.length))
             if calls[-1] > limit and len(calls) > 1:
                 raise torch.OutOfMemoryError("CUDA out of memory.") if cuda else RuntimeError(message)
             weight_M = batch.weight_P[batch.trained_M]
-            return FunctionLoss(lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True)(policy, batch)
+            return FunctionLoss(lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True)(passed)
 
         optimizer = Optimizer(
             policy.model, OptimizerSettings(lr=1.0, warmup_steps=0, eps=1.0), 1
@@ -299,7 +300,8 @@ def test_an_update_that_was_interrupted_leaves_nothing_to_the_next(
         policy, calls = tiny_policy(), []
         optimizer = Optimizer(policy.model, OptimizerSettings(), 2)
 
-        def loss(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        def loss(passed: BatchPass) -> tuple[torch.Tensor, torch.Tensor]:
+            batch = passed.batch
             calls.append(1)
             weight_M = batch.weight_P[batch.trained_M]
 
@@ -308,7 +310,7 @@ def test_an_update_that_was_interrupted_leaves_nothing_to_the_next(
                     raise KeyboardInterrupt
                 return -(weight_M[rows] * logp_M).sum()
 
-            return FunctionLoss(token, separable=True)(policy, batch)
+            return FunctionLoss(token, separable=True)(passed)
 
         if stopped:
             with pytest.raises(KeyboardInterrupt):
@@ -327,9 +329,10 @@ def test_p64_an_optimizer_step_out_of_memory_is_not_tried_again(tiny_policy: Cal
             tries.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def loss(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(passed: BatchPass) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = passed.batch
         weight_M = batch.weight_P[batch.trained_M]
-        return FunctionLoss(lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True)(policy, batch)
+        return FunctionLoss(lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True)(passed)
 
     with pytest.raises(torch.OutOfMemoryError):
         update(policy, loss, random_samples(4, 3, seed=1), Full(policy.model, OptimizerSettings(), 1), budget=60)

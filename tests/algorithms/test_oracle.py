@@ -167,7 +167,10 @@ def test_loss_case(case, content):
     tokens_B = np.bincount(rows.numpy(), minlength=terms.segments)
     weight_M = tensor(micro_batch_weights(case, algorithm, tokens_B))[rows]
     accumulated = case["ga"] if case["train"] else 1
-    loss = with_trl_kl(case, algorithm, terms).total(terms, weight_M, entropy_tokens=max(kept, 1) * accumulated)
+    algorithm = with_trl_kl(case, algorithm, terms)
+    loss = (weight_M * algorithm.loss(terms)).sum()
+    if algorithm.entropy_bonus:
+        loss = loss - algorithm.bonus(terms, max(kept, 1) * accumulated)
     loss.backward()
 
     single = config["loss_type"] == "sapo" or algorithm.needs_forking  # TRL computes these parts in float32
@@ -299,7 +302,7 @@ def test_rloo_case(case, content, scored):
     )
     algorithm = replace(ALGORITHMS["rloo"], beta=case["beta"])
     weight_M = tensor(algorithm.weights(mask_BT.sum(1), np.arange(len(mask_BT)) // case["G"]))[place[0]]
-    loss = algorithm.total(terms, weight_M)
+    loss = (weight_M * algorithm.loss(terms)).sum()
     loss.backward()
     assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
     torch.testing.assert_close(logp_BT.grad, tensor(case["grad_logps"]), rtol=0, atol=1e-6)

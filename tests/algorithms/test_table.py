@@ -118,13 +118,14 @@ def test_token_level_losses_add_up_over_chunks(name):
     whole = terms_of()
     whole = replace(whole, forking_M=whole.entropy_M.detach() >= 0.4)
     weight_M = torch.rand(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    total = row.total(whole, weight_M, entropy_tokens=5)
+    total = (weight_M * row.loss(whole)).sum() - row.bonus(whole, 5)
     expected = torch.autograd.grad(total, (whole.logp_M, whole.entropy_M))
 
     def part(rows):
         columns = ("behavior_logp_M", "advantage_M", "segment_M", "reference_logp_M", "entropy_M", "forking_M")
         cut = {n: getattr(whole, n)[rows] for n in columns}
-        return row.total(Terms(logp_M=whole.logp_M[rows], segments=3, **cut), weight_M[rows], entropy_tokens=5)
+        terms = Terms(logp_M=whole.logp_M[rows], segments=3, **cut)
+        return (weight_M[rows] * row.loss(terms)).sum() - row.bonus(terms, 5)
 
     found = sum(part(slice(start, start + 3)) for start in (0, 3, 6))
     gradients = torch.autograd.grad(found, (whole.logp_M, whole.entropy_M))
@@ -196,9 +197,8 @@ def test_p29_the_kl_is_weighted_by_the_tokens_ratio_at_every_level(ratio):
 def test_the_entropy_bonus_is_the_mean_over_tokens_for_every_preset():
     for row in ALGORITHMS.values():
         terms = terms_of()
-        total = replace(row, entropy_bonus=0.01).total(terms, torch.ones(8, dtype=torch.float64), entropy_tokens=8)
-        (gradient,) = torch.autograd.grad(total, terms.entropy_M)
-        torch.testing.assert_close(gradient, torch.full((8,), -0.01 / 8, dtype=torch.float64))
+        (gradient,) = torch.autograd.grad(replace(row, entropy_bonus=0.01).bonus(terms, 8), terms.entropy_M)
+        torch.testing.assert_close(gradient, torch.full((8,), 0.01 / 8, dtype=torch.float64))
 
 
 def test_p26_every_preset_stays_finite_with_a_gap_of_100_nats():
@@ -244,7 +244,6 @@ def test_a_new_surrogate_is_one_function_and_one_row():
     terms = terms_of()
     expected = -terms.advantage_M * terms.logp_M + (terms.logp_M - terms.behavior_logp_M).square() / 2
     torch.testing.assert_close(row.loss(terms), expected)
-    torch.testing.assert_close(row.total(terms, torch.full((8,), 0.25, dtype=torch.float64)), expected.sum() / 4)
     assert describe(row.surrogate) == "squared_trust(width=2.0)"
 
 

@@ -25,6 +25,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Sample, Scored
 from groupwise.training.critics import Critic
 from groupwise.training.loss import Loss
+from groupwise.training.passes import BatchPass
 from groupwise.training.samples import weigh
 from groupwise.training.signals import with_reference, with_teacher, with_values
 from groupwise.training.teachers import Teacher
@@ -60,7 +61,7 @@ def gradient(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], **
             critic.head.bias.add_(0.04)
     taught = {"teacher": teacher_of(policy, algorithm), "samples": samples}
     for batch in pack(samples, dtype=policy.dtype, **settings):  # type: ignore[arg-type]
-        Loss(algorithm=algorithm, entropy_tokens=tokens, critic=critic, **taught)(policy, batch)[0].backward()
+        Loss(algorithm=algorithm, entropy_tokens=tokens, critic=critic, **taught)(BatchPass(policy, batch))[0].backward()
     heads = {} if critic is None else {"critic.weight": critic.head.weight.grad.clone()}  # no gradient moves its bias
     return heads | {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 

@@ -52,7 +52,7 @@ from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
-from groupwise.training.offline import TokenNll
+from groupwise.training.offline import token_nll
 from groupwise.training.optimizer import StepStats
 from groupwise.training.passes import score, update
 
@@ -498,7 +498,7 @@ class Case:
         """Largest relative difference of a gradient by the step that trains."""
         recorder: Any = Recorder(self.policy.model)
         with checkpointing(self.policy, recompute):
-            update(self.policy, TokenNll(), self.samples, recorder, budget=budget)
+            update(self.policy, token_nll, self.samples, recorder, budget=budget)
         return apart(recorder.gradients, self.truth.gradients)
 
     def sampling(self, engine: Engine, prompts: Sequence[Prompt], group_size: int, most: int) -> float:

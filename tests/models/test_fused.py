@@ -23,14 +23,12 @@ from groupwise.config.settings import ModelSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
-from groupwise.models.policy import Policy
 from groupwise.ops import attention, functional, kernels, linear_cross_entropy
 from groupwise.ops.functional import gated_mlp, rms_norm, rotary
 from groupwise.ops.in_place_gradients import gradient_of, summed_in_place, summing
-from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs, fused_loss, reference_logprobs
-from groupwise.records import Batch
+from groupwise.ops.linear_cross_entropy import FusedLoss, Head, chosen_logprobs, reference_logprobs
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import assess, score, update
+from groupwise.training.passes import BatchPass, assess, score, update
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -208,6 +206,14 @@ def test_what_a_head_reads_again_must_not_have_changed(changed: str) -> None:
         logp_M.sum().backward()
 
 
+def fused_sum(*given: Any) -> Tensor:
+    """The sum of all log-probs as a fused loss."""
+    visited = FusedLoss(*given)
+    for chunk in visited:
+        chunk.loss = chunk.logp_C.sum()
+    return visited.total()
+
+
 def test_log_probs_are_differentiated_as_often_as_asked_and_a_fused_loss_once() -> None:
     x, weight = torch.randn(5, 16, requires_grad=True), nn.Parameter(torch.randn(32, 16))
     given = (x, Head(weight_VD=weight), torch.arange(5), torch.ones(5))
@@ -216,7 +222,7 @@ def test_log_probs_are_differentiated_as_often_as_asked_and_a_fused_loss_once() 
     for factor in (1.0, 2.0, 0.0, 2.0):
         for found, one in zip(torch.autograd.grad(factor * logp_M.sum(), (x, weight), retain_graph=True), expected, strict=True):
             torch.testing.assert_close(found, factor * one)
-    loss, _, _ = fused_loss(*given, lambda logp_C, *_: logp_C.sum())
+    loss = fused_sum(*given)
     for found, one in zip(torch.autograd.grad(2.0 * loss, (x, weight), retain_graph=True), expected, strict=True):
         torch.testing.assert_close(found, 2.0 * one)
     with pytest.raises(RuntimeError, match="differentiated once"):
@@ -244,7 +250,7 @@ def test_nothing_of_a_head_outlives_its_outputs(
     try:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if operation == "loss":
-                value = fused_loss(*given, lambda logp_C, *_: logp_C.sum())[0]
+                value = fused_sum(*given)
             else:
                 value = chosen_logprobs(*given, entropy=True)[0].sum()
         if backward:
@@ -423,8 +429,8 @@ def test_weights_get_their_lower_precision_once_and_only_while_inside(
     assert all(torch.equal(one, other) for one, other in zip(changed, passes(keep=False, times=2)[0], strict=True))
 
 
-def summed(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-    return FunctionLoss(lambda logp_C, _entropy, _part: logp_C.sum(), separable=True)(policy, batch)
+def summed(passed: BatchPass) -> tuple[Tensor, Tensor]:
+    return FunctionLoss(lambda logp_C, _entropy, _part: logp_C.sum(), separable=True)(passed)
 
 
 def weighted(weight_M: Tensor, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
@@ -452,7 +458,7 @@ def test_gradients_of_the_vocabulary_are_summed_where_they_lie(
             for batch in batches:
                 weight_M = batch.weight_P[batch.trained_M]
                 loss = partial(weighted, weight_M)
-                FunctionLoss(loss, separable=separable)(policy, batch)[0].backward()
+                FunctionLoss(loss, separable=separable)(BatchPass(policy, batch))[0].backward()
         found.append({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     for name, expected in found[0].items():
@@ -486,7 +492,7 @@ def test_a_head_and_an_embedding_that_are_not_tied_have_sums_of_their_own(
         policy.model.zero_grad()
         with fused_modules(policy.model), summed_in_place(in_place):
             for _ in range(2):
-                FunctionLoss(loss, separable=separable)(policy, batch)[0].backward()
+                FunctionLoss(loss, separable=separable)(BatchPass(policy, batch))[0].backward()
         found.append({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys() == {name for name, p in policy.model.named_parameters() if p.requires_grad}
     for name, expected in found[0].items():
@@ -501,9 +507,9 @@ def test_in_a_loop_of_ones_own_a_loss_may_be_multiplied_and_asked_for_its_gradie
     (batch,) = pack(random_samples(), 10_000)
     loss = partial(weighted, batch.weight_P[batch.trained_M])
     parameters = list(policy.model.parameters())
-    once = torch.autograd.grad(FunctionLoss(loss, separable=True)(policy, batch)[0], parameters)
+    once = torch.autograd.grad(FunctionLoss(loss, separable=True)(BatchPass(policy, batch))[0], parameters)
     assert all(parameter.grad is None for parameter in parameters)
-    (2 * FunctionLoss(loss, separable=True)(policy, batch)[0]).backward()
+    (2 * FunctionLoss(loss, separable=True)(BatchPass(policy, batch))[0]).backward()
     for parameter, expected in zip(parameters, once, strict=True):
         assert parameter.grad is not None and relative(parameter.grad, 2 * expected) < 1e-5
 
@@ -548,7 +554,7 @@ def test_a_loss_that_is_multiplied_after_all_is_noticed(tiny_policy: Callable, r
     policy = tiny_policy("qwen2")
     (batch,) = pack(random_samples(), 10_000)
     with summed_in_place():
-        value, _ = summed(policy, batch)
+        value, _ = summed(BatchPass(policy, batch))
         with pytest.raises(AssertionError, match="multiplied"):
             (2 * value).backward()
 
@@ -560,8 +566,8 @@ def test_on_cuda_its_step_is_not_taken(tiny_policy: Callable, random_samples: Ca
     policy = replace(policy, model=policy.model.cuda())
     optimizer = Optimizer(policy.model, OptimizerSettings(), 2)
 
-    def loss(policy: Policy, batch: Batch, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        value, logp_M = summed(policy, batch)
+    def loss(passed: BatchPass, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        value, logp_M = summed(passed)
         return factor * value, logp_M
 
     for factor in (1.0, 2.0):

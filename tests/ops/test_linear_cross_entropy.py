@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.ops.linear_cross_entropy import Head, PositionSupport, chosen_logprobs, fused_loss, reference_logprobs
+from groupwise.ops.linear_cross_entropy import FusedLoss, Head, PositionSupport, chosen_logprobs, reference_logprobs
 
 M, D, V = 300, 6, 23  # three chunks
 
@@ -39,6 +39,15 @@ def supports(target: Tensor) -> PositionSupport:
 def loss_of(logp: Tensor, entropy: Tensor | None, rows: slice) -> Tensor:
     weight = torch.linspace(-1, 2, M, dtype=logp.dtype)[rows]
     return (weight * (logp.exp() * 3 + logp.square())).sum() + (0 if entropy is None else (weight * entropy.square()).sum())
+
+
+def fused_loss(
+    hidden: Tensor, head: Head, target: Tensor, temperature: Tensor, loss: Callable, support: Any = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    visited = FusedLoss(hidden, head, target, temperature, support, **options)
+    for chunk in visited:
+        chunk.loss = loss(chunk.logp_C, chunk.entropy_C, chunk.rows)
+    return visited.total(), visited.logp_M, visited.entropy_M
 
 
 def grads(head: Head, hidden: Tensor, value: Tensor) -> list[Tensor]:

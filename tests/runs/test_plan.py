@@ -285,13 +285,14 @@ import numpy as np, torch
 from pathlib import Path
 from groupwise.models.loading import make_policy
 from groupwise.models.scratch import scratch_model
-from groupwise.training.online import improve
+from groupwise.training.loss import step_loss
 from groupwise.algorithms.resolve import resolve
 from groupwise.training.optimizer import Optimizer
 from groupwise.runs.plan import Load, microbatch, prepared_weights, process_memory
 from groupwise.models.shape import Shape
 from groupwise.records import Prompt, Sampling
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.passes import update
 from groupwise.training.samples import sample_of
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, ScratchSettings
 from tokenizers import Tokenizer, models
@@ -322,7 +323,8 @@ for step in range(2):
     samples = [sample_of(r, weight=1 / 64, advantage=np.ones(len(r))) for rollouts in groups for r in rollouts]
     assert sum(len(r) for rollouts in groups for r in rollouts) == 64 * 64
     short = step == 0 and dtype == "autocast"  # it is there for the optimizer's state, and bfloat16 may be emulated
-    improve(policy, algorithm, samples[:4] if short else samples, optimizer, budget=budget)
+    loss = step_loss(policy, algorithm, samples[:4] if short else samples, budget=budget)
+    update(policy, loss, loss.samples, optimizer, budget=budget)
 peak = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(planned, peak - base)
 """

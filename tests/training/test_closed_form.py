@@ -13,14 +13,11 @@ from groupwise.algorithms.resolve import corrected, resolve
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.settings import CorrectionSettings, GroupSettings
 from groupwise.errors import DataError
-from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
-from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Scored
-from groupwise.training.closed_form import closed_form
-from groupwise.training.loss import Loss
-from groupwise.training.online import entropy_tokens, with_forking, worked
-from groupwise.training.passes import batches_of, score
+from groupwise.training.closed_form import RecordedPass, closed_form
+from groupwise.training.loss import Loss, entropy_tokens, with_forking, with_gradient
+from groupwise.training.passes import BatchPass, batches_of, score
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.signals import with_reference
 
@@ -56,14 +53,12 @@ def test_the_closed_form_gradient_equals_autograd(
     samples = with_forking(algorithm, samples, scores.entropy) if algorithm.needs_forking else samples
     tokens = entropy_tokens(algorithm, samples)
     loss, through = 0.0, []
-    for batch in batches_of(policy, worked(algorithm, samples), 20):  # several micro-batches
-        hidden = forward(policy, batch).hidden_PD[batch.trained_M]
-        logp_M, entropy_M = chosen_logprobs(
-            hidden, policy.head, batch.target_P[batch.trained_M], batch.temperature_P[batch.trained_M],
-            None, entropy=algorithm.needs_entropy,
-        )  # fmt: skip
+    for batch in batches_of(policy, with_gradient(algorithm, samples), 20):  # several micro-batches
+        passed = BatchPass(policy, batch)
+        head = passed.head(fused=False, entropy=algorithm.needs_entropy)
+        logp_M = head.logp_M
         logp_M.retain_grad()
-        value = Loss(algorithm=algorithm, entropy_tokens=tokens).tokens(batch, logp_M, entropy_M, slice(0, len(logp_M)))
+        value, _ = Loss(algorithm=algorithm, entropy_tokens=tokens)(RecordedPass(batch, logp_M, head.entropy_M))
         value.backward()
         assert logp_M.grad is not None
         loss += value.item()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rule_rewards import RuleRewards
+from steps import improve
 
 from groupwise.algorithms import losses
 from groupwise.algorithms.losses import guarded_exp
@@ -28,8 +29,9 @@ from groupwise.runs.engines import sampled_elsewhere
 from groupwise.training.groups import sampled_rollouts
 from groupwise.training.loss import Loss
 from groupwise.training.metrics import measure
-from groupwise.training.online import improve, train_online
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import BatchPass
 from groupwise.training.samples import weigh
 from groupwise.training.signals import with_scores
 
@@ -52,7 +54,7 @@ def gradients(policy: Policy, loss: torch.Tensor) -> list[torch.Tensor]:
 
 def whole_loss(policy: Policy, algorithm: Algorithm, samples: list[Sample]) -> torch.Tensor:
     batches = pack(samples, 60, device=policy.device, dtype=torch.float64)
-    return torch.stack([Loss(algorithm=algorithm, entropy_tokens=1.0)(policy, batch)[0] for batch in batches]).sum()
+    return torch.stack([Loss(algorithm=algorithm)(BatchPass(policy, batch))[0] for batch in batches]).sum()
 
 
 def shifted(policy: Policy, samples: list[Sample], spread: float) -> list[Sample]:

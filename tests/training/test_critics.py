@@ -29,15 +29,17 @@ from groupwise.models.loading import read_blueprint
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
 from groupwise.models.saving import save
-from groupwise.records import Batch, Scored
+from groupwise.records import Scored, Step
 from groupwise.runs import policies
 from groupwise.runs.run import train
 from groupwise.training import critics, metrics, signals
 from groupwise.training.critics import Critic
+from groupwise.training.groups import RecordedRollouts
 from groupwise.training.loss import CriticLoss, Loss
-from groupwise.training.online import improve
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.samples import weigh
+from groupwise.training.passes import BatchPass
+from groupwise.training.samples import sample_of, weigh
 from groupwise.training.signals import centre, with_reference, with_values
 
 
@@ -191,9 +193,7 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad(loss, parameters))
 
-    parts = [
-        Loss(algorithm=algorithm, entropy_tokens=1.0, critic=critic)(policy, b)[0] for b in pack(samples, 60, dtype=torch.float64)
-    ]
+    parts = [Loss(algorithm=algorithm, critic=critic)(BatchPass(policy, b))[0] for b in pack(samples, 60, dtype=torch.float64)]
     found = torch.stack(parts).sum()
     tokens = sum(int(rollout.trained.sum()) for group in groups for rollout in group.rollouts)
     expected = torch.zeros((), dtype=torch.float64)
@@ -212,7 +212,16 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
-def test_the_step_of_improve_takes_both_gradients(tiny_policy: Callable, groups: list[Scored]) -> None:
+def steps_on(
+    policy: Policy, algorithm: Algorithm, groups: list[Scored], optimizer: Optimizer, critic: Critic, steps: int = 1, times: int = 1
+) -> list[Step]:
+    """Steps of the loop, each on the same groups."""
+    recorded = RecordedRollouts(lambda number: (groups, len(groups)), range(1, steps + 1))
+    group = GroupSettings(group_size=4, updates_per_rollout=times)
+    return list(train_online(policy, algorithm, recorded, optimizer, group=group, budget=100, critic=critic))
+
+
+def test_a_step_takes_both_gradients(tiny_policy: Callable, groups: list[Scored]) -> None:
     """A head on the policy learns with it; a critic of its own learns from the same samples, and the policy from its part alone."""
     algorithm = resolve("ppo", GroupSettings(group_size=4), 12)
     moved = {}
@@ -222,56 +231,51 @@ def test_the_step_of_improve_takes_both_gradients(tiny_policy: Callable, groups:
         critic = Critic.on(other, CriticSettings(lr=1e-2), OptimizerSettings(), 4)
         if not shared:  # the same head on another backbone, which stays as it is: only the policy's own part reaches the policy
             critic = Critic(policy=other, head=critic.head, optimizer=critic.optimizer, settings=critic.settings, shared=False)
-        scored = with_values(groups, settled(critic), algorithm, 100)
-        samples = weigh(scored, algorithm.credit(scored), algorithm)
         optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 4)
-        head = critic.head.weight.detach().clone()
-        found = improve(policy, algorithm, samples, optimizer, budget=100, critic=critic)
+        head = settled(critic).head.weight.detach().clone()
+        (step,) = steps_on(policy, algorithm, groups, optimizer, critic)
         assert (optimizer.taken, critic.optimizer.taken) == (1, 1)
         assert not torch.equal(critic.head.weight, head)
-        moved[shared] = found.stats.grad_norm
+        moved[shared] = step.metrics["grad_norm"]
     assert moved[True] != pytest.approx(moved[False], rel=1e-3), "the value loss reaches the backbone that is shared"
 
 
 def test_what_fitted_into_memory_for_the_critic_is_remembered(
     tiny_policy: Callable, groups: list[Scored], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else every further step would run out of memory again before it learns."""
+    """Else every further update would run out of memory again before it learns."""
     policy, algorithm = tiny_policy(scale=2.0), resolve("ppo", GroupSettings(group_size=4), 12)
     critic = Critic.of(scorer_of(policy, tmp_path), CriticSettings(lr=1e-2), OptimizerSettings(), 4)
-    scored = with_values(groups, critic, algorithm, 100)
-    samples = weigh(scored, algorithm.credit(scored), algorithm)
     loss, seen = CriticLoss.__call__, []
 
-    def limited(self: CriticLoss, policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(batch.layout.total)
-        if batch.layout.total > 50:
+    def limited(self: CriticLoss, passed: BatchPass) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append((critic.optimizer.taken, passed.batch.layout.total))
+        if seen[-1][1] > 50:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return loss(self, policy, batch)
+        return loss(self, passed)
 
     monkeypatch.setattr(CriticLoss, "__call__", limited)
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 4)
-    assert improve(policy, algorithm, samples, optimizer, budget=100, critic=critic).budget <= 50
-    assert (optimizer.taken, critic.optimizer.taken) == (1, 1)
-    assert max(seen) > 50
+    steps_on(policy, algorithm, groups, optimizer, critic, times=3)
+    assert (optimizer.taken, critic.optimizer.taken) == (3, 3)
+    assert {taken for taken, positions in seen if positions > 50} == {0}
 
 
 def test_pretraining_leaves_the_policy_as_it_is(tiny_policy: Callable, groups: list[Scored]) -> None:
     policy, algorithm = tiny_policy(scale=2.0), resolve("ppo", GroupSettings(group_size=4), 12)
-    critic = settled(Critic.on(policy, CriticSettings(lr=1e-2), OptimizerSettings(), 30))
+    critic = settled(Critic.on(policy, CriticSettings(lr=1e-2, pretrain=30), OptimizerSettings(), 30))
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    optimizer, lost = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 4), []
-    for _ in range(30):
-        scored = with_values(groups, critic, algorithm, 100)
-        lost.append(metrics.value_metrics(scored)["value/loss"])
-        samples = weigh(scored, algorithm.credit(scored), algorithm)
-        found = improve(policy, algorithm, samples, optimizer, budget=100, critic=critic, learn=False)
-        assert (found.stats.grad_norm, found.stats.lr) == (0.0, 0.0)
-        np.testing.assert_allclose(found.seen[0], states(policy, samples[0])[1].detach().numpy(), atol=1e-4)
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 4)
+    steps = steps_on(policy, algorithm, groups, optimizer, critic, steps=30)
+    for step in steps:
+        assert (step.metrics["grad_norm"], step.metrics["lr"]) == (0.0, 0.0)
+        rollout = groups[0].rollouts[0]
+        expected = states(policy, sample_of(rollout))[1].detach().numpy()
+        np.testing.assert_allclose(step.current_logp[0][0], expected, atol=1e-4)
     assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
     assert all(p.grad is None for p in policy.model.parameters())
     assert (optimizer.taken, critic.optimizer.taken) == (0, 30)
-    assert lost[-1] < 0.5 * lost[0]
+    assert steps[-1].metrics["value/loss"] < 0.5 * steps[0].metrics["value/loss"]
 
 
 # ---- runs

@@ -29,12 +29,12 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.closed_form import closed_form
 from groupwise.training.critics import Critic
 from groupwise.training.groups import sampled_rollouts
-from groupwise.training.loss import Loss
+from groupwise.training.loss import Loss, with_gradient
 from groupwise.training.metrics import completion_metrics, episode_metrics, measure
 from groupwise.training.mismatch import diagnose
-from groupwise.training.online import train_online, worked
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.passes import Assessment, batches_of, score, score_rollouts
+from groupwise.training.passes import Assessment, BatchPass, batches_of, score, score_rollouts
 from groupwise.training.samples import sample_of, unbranched, weigh
 from groupwise.training.signals import with_reference, with_scores
 from groupwise.training.teachers import Teacher
@@ -122,8 +122,8 @@ def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget:
     tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
     policy.model.zero_grad()
     total = 0.0
-    for batch in batches_of(policy, worked(algorithm, samples), budget):
-        value, _ = Loss(algorithm=algorithm, entropy_tokens=tokens)(policy, batch)
+    for batch in batches_of(policy, with_gradient(algorithm, samples), budget):
+        value, _ = Loss(algorithm=algorithm, entropy_tokens=tokens)(BatchPass(policy, batch))
         value.backward()
         total += float(value.detach())
     return total, torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None])

@@ -22,6 +22,7 @@ from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.runs.run import train
 from groupwise.training.loss import Loss
+from groupwise.training.passes import BatchPass
 from groupwise.training.samples import weigh
 
 OUTSIDE = '''
@@ -172,7 +173,7 @@ def test_a_term_reads_the_rewards_of_steps(tiny_policy: Callable, scored_group: 
     nothing = [[np.zeros(3), np.zeros(2)]]
     samples = weigh([replace(group, signals={"process": process})], nothing, algorithm)
     (batch,) = pack(samples, 100)
-    value, seen_M2 = Loss(algorithm=algorithm)(tiny_policy(), batch)
+    value, seen_M2 = Loss(algorithm=algorithm)(BatchPass(tiny_policy(), batch))
     rows_M = batch.trained_M
     expected = batch.weight_P[rows_M] * torch.tensor([0.0, 1.0, 2.0, 0.5, 0.0]) * seen_M2[:, 0]
     torch.testing.assert_close(value, expected.sum())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rule_rewards import Rule, RuleRewards
+from steps import improve
 
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import fact, options
@@ -27,7 +28,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
 from groupwise.training.groups import demand_training, sampled_rollouts
 from groupwise.training.metrics import reward_metrics
-from groupwise.training.online import improve, train_online
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import Scores, score
 from groupwise.training.samples import sample_of, weigh
@@ -157,7 +158,7 @@ def test_a_high_entropy_mask_is_the_same_however_a_step_is_cut(
                 signs = np.random.default_rng(0)
                 return replace(found, entropy=[one + nudge * signs.choice([-1, 1], one.shape) for one in found.entropy])
 
-            monkeypatch.setattr("groupwise.training.online.score", nudged)
+            monkeypatch.setattr("groupwise.training.loss.score", nudged)
             policy = tiny_policy("llama", scale=2.0)
             optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=None), 3)
             improve(policy, algorithm, samples, optimizer, budget=budget)

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from steps import improve
 
 from groupwise.algorithms import loss_weights, losses
 from groupwise.algorithms.advantages import Standardized
@@ -25,7 +26,6 @@ from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
-from groupwise.training.online import improve
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import Assessment, score
 from groupwise.training.samples import sample_of, weigh

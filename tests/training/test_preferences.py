@@ -24,7 +24,7 @@ from groupwise.training.baselines import bag_of_words, length_rule
 from groupwise.training.objectives import OBJECTIVES
 from groupwise.training.offline import Objective, train_offline, validate
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import assess, update
+from groupwise.training.passes import BatchPass, assess, update
 from groupwise.training.preferences import (
     PROCESS,
     anchored,
@@ -265,6 +265,6 @@ def test_a_process_without_work_adds_nothing(
     policy, found, rows = kinds[objective]
     (batch,) = pack(found.samples(rows), 100, world=World(1, 2), even=True, whole_groups=True)
     assert batch.layout.segments == 0
-    value, seen_M = found.loss(policy, batch)
+    value, seen_M = found.loss(BatchPass(policy, batch))
     value.backward()
     assert value.item() == 0.0 and seen_M.shape == (0,)

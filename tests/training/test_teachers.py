@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from steps import improve
 
 from groupwise.algorithms import advantages
 from groupwise.algorithms.resolve import resolve
@@ -34,9 +35,8 @@ from groupwise.runs.prepare import plan_of
 from groupwise.runs.run import train
 from groupwise.training.critics import Critic
 from groupwise.training.loss import Loss
-from groupwise.training.online import improve
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import score
+from groupwise.training.passes import BatchPass, score
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.signals import with_scores, with_teacher, with_values
 from groupwise.training.teachers import Demonstrations, Teacher, with_demonstrations
@@ -64,7 +64,7 @@ def assert_same(policy: Policy, found: torch.Tensor, expected: torch.Tensor) -> 
 
 def whole_loss(policy: Policy, algorithm: object, samples: list[Sample], teacher: Teacher) -> torch.Tensor:
     parts = [
-        Loss(algorithm=algorithm, entropy_tokens=1.0, teacher=teacher, samples=samples)(policy, batch)[0]  # type: ignore[arg-type]
+        Loss(algorithm=algorithm, entropy_tokens=1.0, teacher=teacher, samples=samples)(BatchPass(policy, batch))[0]  # type: ignore[arg-type]
         for batch in pack(samples, 50, dtype=F64)
     ]
     return torch.stack(parts).sum()
@@ -282,9 +282,7 @@ def test_a_critic_is_not_asked_about_demonstrations(tiny_policy: Callable, score
     whole, alone = (
         torch.stack(
             [
-                Loss(algorithm=algorithm, entropy_tokens=1.0, critic=critic, teacher=Teacher(policy=other), samples=some)(
-                    policy, batch
-                )[0]
+                Loss(algorithm=algorithm, critic=critic, teacher=Teacher(policy=other), samples=some)(BatchPass(policy, batch))[0]
                 for batch in pack(some, 1000, dtype=F64)
             ]
         ).sum()

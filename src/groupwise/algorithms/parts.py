@@ -14,7 +14,8 @@ import linecache
 import re
 import reprlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -222,10 +223,17 @@ def check_inputs(kind: str, part: Callable[..., Any]) -> None:
         ) from None
 
 
-def called(kind: str, part: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
-    """What a part gives.  What one of your own raises is a ConfigError that names the part and the line."""
+def called(kind: str, part: Callable[..., Any], *inputs: Any) -> Any:
+    """What a part gives, inside of `naming`."""
+    with naming(kind, part):
+        return part(*inputs)
+
+
+@contextmanager
+def naming(kind: str, part: Callable[..., Any]) -> Iterator[None]:
+    """What a part of your own raises inside is a ConfigError that names the part and the line."""
     try:
-        return part(*inputs, **keywords)
+        yield
     except GroupwiseError:
         raise
     except Exception as error:  # whatever somebody's function raises

@@ -34,6 +34,7 @@ from groupwise.algorithms.parts import (
     checked_verdict,
     checked_weights,
     fact,
+    naming,
 )  # fmt: skip
 from groupwise.algorithms.traces import by_trace, of_agents
 from groupwise.records import Scored
@@ -203,7 +204,7 @@ class Algorithm:
 
     @property
     def token_level(self) -> bool:
-        """True if a token's loss depends on no other token: `loss` and `total` may then be called on any part of a micro-batch."""
+        """True if a token's loss depends on no other token: `loss` may then be called on any part of a micro-batch."""
         alone = all(fact(part, "per_token") for part in (self.ratio, self.surrogate, *self.of_tokens))
         by_token = self.correction is None or self.correction.level == "token"
         return alone and by_token and self.off_policy_delta is None
@@ -212,11 +213,6 @@ class Algorithm:
         """Log of the importance ratio of each token (M,), at the algorithm's level, checked."""
         inputs = terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments
         return checked_loss("ratio", self.ratio, called("ratio", self.ratio, *inputs), terms.logp_M)
-
-    def surrogate_loss(self, terms: losses.Terms) -> Tensor:
-        """The surrogate's loss of each token (M,), at the algorithm's ratio level, checked."""
-        levelled = replace(terms, log_ratio_M=self.log_ratio(terms))
-        return checked_loss("surrogate", self.surrogate, called("surrogate", self.surrogate, levelled), terms.logp_M)
 
     def cut(self, terms: losses.Terms) -> Tensor:
         """bool (M,): the tokens with an advantage whose gradient the surrogate makes 0: by clipping, a bound, a mask of its own.
@@ -234,7 +230,9 @@ class Algorithm:
 
         with torch.enable_grad():
             logp_M = terms.logp_M.detach().requires_grad_()
-            loss_M = self.surrogate_loss(replace(terms, logp_M=logp_M))
+            terms = replace(terms, logp_M=logp_M)
+            terms = replace(terms, log_ratio_M=self.log_ratio(terms))
+            loss_M = checked_loss("surrogate", self.surrogate, called("surrogate", self.surrogate, terms), logp_M)
             (gradient_M,) = torch.autograd.grad(loss_M.sum(), logp_M)
         return (gradient_M == 0.0) & (terms.advantage_M != 0.0)
 
@@ -258,7 +256,10 @@ class Algorithm:
 
         The KL is never masked: what is not pushed by rewards must still not drift.  Its ratio is the token's at every level.
         """
-        loss_M = self.surrogate_loss(terms)
+        terms = replace(terms, log_ratio_M=self.log_ratio(terms))
+        with naming("surrogate", self.surrogate):
+            loss_M = self.surrogate(terms)
+        loss_M = checked_loss("surrogate", self.surrogate, loss_M, terms.logp_M)
         if self.off_policy_delta is not None:
             loss_M = loss_M * losses.off_policy_keep(terms, delta=self.off_policy_delta)
         if self.entropy_quantile > 0.0:
@@ -272,18 +273,15 @@ class Algorithm:
             loss_M = loss_M + self.loss_beta * self.kl(terms.logp_M, terms.reference_logp_M, token_log_ratio_M)
         return loss_M
 
-    def total(self, terms: losses.Terms, weight_M: Tensor, entropy_tokens: Tensor | float | None = None) -> Tensor:
-        """Scalar part of the step's loss: `sum(weight x loss) - entropy_bonus x mean entropy`.
+    def bonus(self, terms: losses.Terms, tokens: Tensor | float) -> Tensor:
+        """`entropy_bonus x mean entropy`, a scalar part of the step's, to be subtracted from the loss.
 
-        The entropy has a normalisation of its own, the same for every algorithm: `entropy_tokens`, the number of tokens that it is
-        the mean of, counted over the whole step and all ranks (all trained ones, or those that a high-entropy mask keeps).
+        The entropy has a normalisation of its own, the same for every algorithm: `tokens`, the number of tokens that it is the mean
+        of, counted over the whole step and all ranks (all trained ones, or those that a high-entropy mask keeps).
         """
-        value = (weight_M * self.loss(terms)).sum()
-        if self.entropy_bonus != 0.0:
-            assert terms.entropy_M is not None and entropy_tokens is not None, "an entropy bonus needs entropies and their count"
-            kept_M = terms.forking_M if self.entropy_quantile > 0.0 else None
-            value = value - self.entropy_bonus * losses.mean_entropy(terms.entropy_M, entropy_tokens, kept_M)
-        return value
+        assert terms.entropy_M is not None, "an entropy bonus needs entropies"
+        kept_M = terms.forking_M if self.entropy_quantile > 0.0 else None
+        return self.entropy_bonus * losses.mean_entropy(terms.entropy_M, tokens, kept_M)
 
 
 def _of_states(term: Callable[..., Any]) -> bool:

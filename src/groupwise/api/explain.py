@@ -268,9 +268,9 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
             segments=len(samples),
             reference_logp_M=reference_M,
         )
-        total = algorithm.total(terms, weight_M)
+        total = (weight_M * algorithm.loss(terms)).sum()
         (gradient_M,) = torch.autograd.grad(total, logp_M, retain_graph=True)
-        (push_M,) = torch.autograd.grad(replace(algorithm, beta=0.0).total(terms, weight_M), logp_M)
+        (push_M,) = torch.autograd.grad((weight_M * replace(algorithm, beta=0.0).loss(terms)).sum(), logp_M)
         with torch.no_grad():
             log_ratio_M = algorithm.ratio(logp_M, behavior_M, segment_M, len(samples))
             kl_M = algorithm.kl(logp_M, reference_M, logp_M - behavior_M) if reference_M is not None else None

@@ -2,15 +2,15 @@
 
 The head's logits are by far the largest tensor of a training step (M x V; a vocabulary of 150,000 makes 0.6 MB per token in
 float32).  Here they live for one chunk only.  `chosen_logprobs` recomputes them in its backward pass (4 products with the head
-per row); `fused_loss` asks for the loss of the chunk while its logits are at hand and takes the gradient in the same visit
-(3 products), which is possible whenever a token's loss depends on no other token.
+per row); `FusedLoss` lets the caller compute the loss of the chunk while its logits are at hand and takes the gradient in the same
+visit (3 products), which is possible whenever a token's loss depends on no other token.
 
 M rows   D width   V vocabulary   C rows of a chunk   E ids of all supports
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,34 +118,83 @@ def chosen_logprobs(
     return logp_M, entropy_M if entropy else None
 
 
-TokenLoss = Callable[[Tensor, Tensor | None, slice], Tensor]
-"""(log-probs of a chunk (C,), entropies (C,) or None, which rows) -> weighted sum of their losses, a scalar."""
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Rows of a batch whose logits are at hand; whoever visits it sets its loss."""
+
+    rows: slice
+    logp_C: Tensor
+    """Differentiable."""
+    entropy_C: Tensor | None
+    """Differentiable; None unless asked for."""
+    loss: Tensor | None = None
+    """The weighted sum of the rows' losses, a scalar."""
 
 
-def fused_loss(
-    hidden_MD: Tensor,
-    head: Head,
-    target_M: Tensor,
-    temperature_M: Tensor,
-    loss: TokenLoss,
-    support: PositionSupport | None = None,
-    *,
-    entropy: bool = False,
-    as_is: bool = False,
-    chunk_numbers: int = CHUNK_NUMBERS,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sum of token losses, with the gradient taken in the forward visit.
+class WholeLoss:
+    """The loss of log-probs (and entropies) that are there: all rows are one chunk, and autograd takes the gradient."""
 
-    as_is: the caller differentiates the loss as it is returned, multiplied by nothing; its gradient may then be summed in place.
-    It is differentiated once, even where the graph is kept (RuntimeError); `chosen_logprobs` may be as often as asked.
+    def __init__(self, logp_M: Tensor, entropy_M: Tensor | None) -> None:
+        self.logp_M, self.entropy_M = logp_M, entropy_M
+        self._chunk = Chunk(slice(0, logp_M.shape[0]), logp_M, entropy_M)
 
-    Returns the scalar loss (differentiable with respect to hidden states and head), the log-probs (M,) and, if asked for, the
-    entropies (M,), both detached.
+    def __iter__(self) -> Iterator[Chunk]:
+        yield self._chunk
+
+    def total(self) -> Tensor:
+        """The loss, differentiable."""
+        assert self._chunk.loss is not None, "the chunk has a loss when it has been visited"
+        return self._chunk.loss
+
+
+class FusedLoss:
+    """The sum of token losses over a batch, its gradient taken chunk by chunk while the logits are at hand.
+
+    `for chunk in fused: chunk.loss = ...`, then `fused.total()`.
     """
-    total, logp_M, entropy_M = _Fused.apply(
-        hidden_MD, head.weight_VD, head.bias_V, head, target_M, temperature_M, support, loss, entropy, as_is, chunk_numbers
-    )  # type: ignore[misc]
-    return total, logp_M, entropy_M if entropy else None
+
+    def __init__(
+        self,
+        hidden_MD: Tensor,
+        head: Head,
+        target_M: Tensor,
+        temperature_M: Tensor,
+        support: PositionSupport | None = None,
+        *,
+        entropy: bool = False,
+        as_is: bool = False,
+        chunk_numbers: int = CHUNK_NUMBERS,
+    ) -> None:
+        """as_is: the caller differentiates the loss as it is returned, multiplied by nothing; its gradient may then be summed in
+        place.   entropy: see `Chunk.entropy_C`.
+        """
+        self._inputs = hidden_MD, head.weight_VD, head.bias_V
+        self._visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
+        needs = tuple(one is not None and one.requires_grad for one in self._inputs)
+        self._sums = _Gradients(self._visits, needs, in_place=as_is and summing())
+        self._total = self._visits.logp_M.new_zeros(())
+        self.logp_M = self._visits.logp_M
+        self.entropy_M = self._visits.entropy_M if entropy else None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for rows, raw_CV in self._visits.products():
+            self._visits.measure(rows, raw_CV)
+            leaves = [column[rows].clone().requires_grad_() for column in (self.logp_M, self.entropy_M) if column is not None]
+            chunk = Chunk(rows, leaves[0], leaves[1] if len(leaves) == 2 else None)
+            yield chunk
+            assert chunk.loss is not None, "each chunk has a loss when it has been visited"
+            grads = (None, None)
+            if chunk.loss.requires_grad:
+                grads = (*torch.autograd.grad(chunk.loss, leaves, allow_unused=True), None)[:2]
+            self._total += chunk.loss.detach()
+            self._sums.add(rows, raw_CV, torch.zeros_like(leaves[0]) if grads[0] is None else grads[0], grads[1])
+
+    def total(self) -> Tensor:
+        """The loss, differentiable with respect to hidden states and head; `logp_M` and `entropy_M` are constants.
+
+        It is differentiated once, even where the graph is kept (RuntimeError); `chosen_logprobs` may be as often as asked.
+        """
+        return _Fused.apply(*self._inputs, self._total, self._sums)  # type: ignore[return-value]
 
 
 class _Chosen(torch.autograd.Function):
@@ -185,37 +234,9 @@ class _Chosen(torch.autograd.Function):
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        head: Head,
-        target_M: Tensor,
-        temperature_M: Tensor,
-        support: PositionSupport | None,
-        loss: TokenLoss,
-        entropy: bool,
-        as_is: bool,
-        chunk_numbers: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
-        logp_M, entropy_M = visits.logp_M, visits.entropy_M
-        total = logp_M.new_zeros(())
-        sums = _Gradients(visits, ctx.needs_input_grad, in_place=as_is and summing())
-        for rows, raw_CV in visits.products():
-            visits.measure(rows, raw_CV)
-            with torch.enable_grad():
-                leaf_C = logp_M[rows].clone().requires_grad_()
-                entropy_C = entropy_M[rows].clone().requires_grad_() if entropy else None
-                value = loss(leaf_C, entropy_C, rows)
-                leaves = (leaf_C,) if entropy_C is None else (leaf_C, entropy_C)
-                grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None, None)
-            total += value.detach()
-            sums.add(rows, raw_CV, torch.zeros_like(leaf_C) if grads[0] is None else grads[0], grads[1] if entropy else None)
+    def forward(ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, total: Tensor, sums: _Gradients) -> Tensor:
         ctx.sums = sums
-        ctx.mark_non_differentiable(logp_M, entropy_M)
-        return total, logp_M, entropy_M
+        return total.clone()
 
     @staticmethod
     @first_derivative
@@ -230,7 +251,7 @@ class _Fused(torch.autograd.Function):
                 assert scale.is_cuda, "a loss that was to be differentiated as it is was multiplied"
                 scale = torch.where(scale == 1.0, scale, torch.nan)  # nobody waits for a GPU's answer, but the step is not taken
             found = [None if grad is None else grad.mul_(scale) for grad in found]
-        return (*found, None, None, None, None, None, None, None, None)
+        return (*found, None, None)
 
 
 class _Visits:

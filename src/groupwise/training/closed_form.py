@@ -1,23 +1,29 @@
 """The loss of an optimizer step and its gradient with respect to every log-prob, computed from recorded log-probs without a model.
 
-The loss is the one that training differentiates (`loss.Loss.tokens`); only the gradient of the log-probs with respect to the
+The loss is the one that training differentiates (`loss.Loss`); only the gradient of the log-probs with respect to the
 weights is left out.  Computed in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from groupwise.algorithms.table import Algorithm
 from groupwise.data.packing import pack, unpack
 from groupwise.errors import DataError
-from groupwise.records import Sample
-from groupwise.training.loss import Loss
-from groupwise.training.online import entropy_tokens, with_forking, worked
+from groupwise.models.passes import ForwardOutput
+from groupwise.ops.linear_cross_entropy import WholeLoss
+from groupwise.records import Batch, Sample
+from groupwise.training.loss import Loss, entropy_tokens, with_forking, with_gradient
+from groupwise.training.passes import BatchPass
 
 Tokens = Mapping[tuple[str, int], np.ndarray]
 """By group and index of a completion: a number per token (n,)."""
@@ -39,6 +45,27 @@ class ClosedForm:
         return abs(self.loss) + float(sum(np.abs(values).sum() for values in self.gradient.values()))
 
 
+class RecordedPass(BatchPass):
+    """A batch whose log-probs (M,), and entropies where the loss reads them, are known: no model computes anything."""
+
+    def __init__(self, batch: Batch, logp_M: Tensor, entropy_M: Tensor | None) -> None:
+        self.batch, self.rows_M = batch, batch.trained_M
+        self._head = WholeLoss(logp_M, entropy_M)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """As the numbers are."""
+        return nullcontext()
+
+    @cached_property
+    def outputs(self) -> ForwardOutput:
+        """Nothing."""
+        return ForwardOutput(torch.zeros(self.batch.layout.total, 0), 0.0)
+
+    def head(self, *, fused: bool, entropy: bool = False) -> WholeLoss:
+        """The numbers."""
+        return self._head
+
+
 def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, entropy: Tokens | None = None) -> ClosedForm:
     """The step on `samples`, whose weights are final, by a policy that gives their tokens `logp` (and `entropy`), nats.
 
@@ -49,12 +76,12 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
         raise DataError("the loss reads entropies, and none were recorded: there is no closed form")
     if algorithm.entropy_target is not None:
         raise DataError("the coefficient of an adaptive entropy bonus is the run's own state: there is no closed form")
-    computed = worked(algorithm, samples)
+    computed = with_gradient(algorithm, samples)
     _check_recorded("log-probs", logp, computed)
     if algorithm.needs_forking:  # of all samples: the quantile is the step's
         _check_recorded("entropies", entropy or {}, samples)
         samples = with_forking(algorithm, samples, [_of(entropy or {}, sample) for sample in samples])
-    tokens, computed = entropy_tokens(algorithm, samples), worked(algorithm, samples)
+    tokens, computed = entropy_tokens(algorithm, samples), with_gradient(algorithm, samples)
     columns = [
         replace(sample, extra={**sample.extra, "logp": _of(logp, sample), "entropy": _of(entropy or {}, sample)})
         if algorithm.needs_entropy
@@ -68,7 +95,7 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
         rows_M = batch.trained_M
         logp_M = batch.extra_P["logp"][rows_M].requires_grad_()
         entropy_M = batch.extra_P["entropy"][rows_M] if algorithm.needs_entropy else None
-        value = loss_of.tokens(batch, logp_M, entropy_M, slice(0, len(rows_M)))
+        value, _ = loss_of(RecordedPass(batch, logp_M, entropy_M))
         (gradient_M,) = torch.autograd.grad(value, logp_M)
         log_ratio_M = algorithm.log_ratio(loss_of.terms(batch, logp_M.detach(), entropy_M, rows_M))
         loss += float(value.detach())

@@ -21,7 +21,7 @@ from torch.nn.functional import normalize
 from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.backbone import checkpointing
 from groupwise.models.policy import Policy
-from groupwise.training.optimizer import Optimizer, StepStats
+from groupwise.training.optimizer import Optimizer
 
 NEW_HEAD, BACKBONE = 5e-3, 1e-5
 """Default learning rates of a new head, and of a backbone of its own."""
@@ -82,26 +82,3 @@ class Critic:
         """Recompute the activations of a backbone of its own while inside; a shared one is left to the policy."""
         with nullcontext() if self.shared else checkpointing(self.policy, on):
             yield
-
-
-class Together:
-    """Two optimizers whose gradients come from one backward pass."""
-
-    def __init__(self, policy: Optimizer, critic: Optimizer) -> None:
-        """policy: whose step is reported."""
-        self.policy, self.critic = policy, critic
-
-    @property
-    def taken(self) -> int:
-        """Optimizer steps that the policy has taken."""
-        return self.policy.taken
-
-    def clear(self) -> None:
-        """Forget the gradients of both."""
-        self.policy.clear()
-        self.critic.clear()
-
-    def step(self) -> StepStats:
-        """One step of both; the policy's is reported."""
-        self.critic.step()
-        return self.policy.step()

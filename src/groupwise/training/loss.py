@@ -1,7 +1,7 @@
 """The loss of a packed batch: one object with one call, the sum of terms, each with a weight for every token.
 
-`HeadLoss` is any loss of log-probs (SFT, DPO); `Loss` is an online algorithm's: surrogate and KL, entropy bonus, and the extra
-terms of its row, each `sum(weight x term)`.  For plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the
+`Loss` is an online algorithm's: surrogate and KL, entropy bonus, and the extra terms of its row, each `sum(weight x term)`.  For
+plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the
 completion's advantage, it is `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`.
 
 M trained positions of a micro-batch   C those of a chunk of it   D width
@@ -14,107 +14,69 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.losses import Mismatch, Terms
+from groupwise.algorithms.losses import Mismatch, Terms, forking
 from groupwise.algorithms.parts import called, checked_loss, fact, name_of
 from groupwise.algorithms.table import Algorithm
-from groupwise.models.passes import forward
+from groupwise.models.moe import router_coefficient
 from groupwise.models.policy import Policy
-from groupwise.ops.linear_cross_entropy import chosen_logprobs, fused_loss
 from groupwise.records import Batch, Sample
 from groupwise.training.critics import Critic
-from groupwise.training.passes import support_of
+from groupwise.training.passes import BatchPass, score, seen_by
 from groupwise.training.samples import POLICY, SIGNALS, WEIGHT
-from groupwise.training.teachers import Teacher
-
-
-class HeadLoss:
-    """A loss of a batch that reads the log-probs of its trained tokens."""
-
-    separable = False
-    """True if a token's loss depends on no other token; the head's gradient is then taken while its logits are at hand."""
-    entropy = False
-    """True if `tokens` reads entropies, or they are to be reported."""
-
-    def tokens(self, batch: Batch, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
-        """The weighted loss, a scalar, of a part of the batch's trained tokens, by their log-probs and entropies (C,)."""
-        raise NotImplementedError
-
-    def states(self, policy: Policy, batch: Batch, hidden_MD: Tensor, logp_M: Tensor) -> Tensor | float:
-        """What the loss reads from hidden states beside, a scalar; log-probs are constants there."""
-        return 0.0
-
-    def learns(self, batch: Batch) -> bool:
-        """False where `tokens` has no gradient: log-probs are then computed for the log alone."""
-        return True
-
-    def __call__(self, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss, differentiable, and the log-probs (M,) of the trained tokens; with `entropy` also their entropies, (M, 2).
-
-        It is differentiated as it is returned, multiplied by nothing: an update then sums one gradient of the head in place.
-        """
-        rows_M = batch.trained_M
-        outputs = forward(policy, batch)
-        inputs = (outputs.hidden_PD[rows_M], policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
-        learns, support, tokens = self.learns(batch), support_of(batch), partial(self.tokens, batch)
-        with policy.precision():
-            if self.separable and learns and torch.is_grad_enabled():
-                value, logp_M, entropy_M = fused_loss(*inputs, tokens, support, entropy=self.entropy, as_is=True)
-            else:
-                with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-                    logp_M, entropy_M = chosen_logprobs(*inputs, support, entropy=self.entropy)
-                    value = tokens(logp_M, entropy_M, slice(0, rows_M.shape[0]))
-        value = value + self.states(policy, batch, inputs[0], logp_M)
-        seen = logp_M if entropy_M is None else torch.stack([logp_M.detach(), entropy_M.detach()], 1)
-        return value + outputs.router_loss, seen
+from groupwise.training.teachers import Teacher, with_demonstrations
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Loss(HeadLoss):
+class Loss:
     """An online algorithm's loss of one optimizer step."""
 
     algorithm: Algorithm
-    entropy_tokens: float = 1.0
-    """Tokens of the whole step over which an entropy bonus is a mean (`online.entropy_tokens`)."""
     samples: Sequence[Sample] = ()
     """That batches are packed from."""
+    entropy_tokens: float = 1.0
+    """Tokens of the whole step over which an entropy bonus is a mean (`entropy_tokens`)."""
     critic: Critic | None = None
     """On the policy's own backbone."""
     teacher: Teacher | None = None
-    entropy = True
 
-    @property
-    def separable(self) -> bool:  # type: ignore[override]
-        """`Algorithm.token_level`."""
-        return self.algorithm.token_level
+    def __call__(self, passed: BatchPass) -> tuple[Tensor, Tensor]:
+        """The weighted loss of a batch, differentiable; the log-probs and entropies (M, 2) of its trained tokens."""
+        algorithm, batch, hidden_MD = self.algorithm, passed.batch, passed.hidden_MD
+        # A divergence alone reads no log-probs: they are then computed for the log.
+        learns = algorithm.reads_tokens or WEIGHT + POLICY in batch.extra_P
+        with passed.precision(), torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            head = passed.head(fused=algorithm.token_level and learns, entropy=True)
+            for chunk in head:
+                rows_C = passed.rows_M[chunk.rows]
+                terms = self.terms(batch, chunk.logp_C, chunk.entropy_C, rows_C)
+                loss = (weight(batch, POLICY, rows_C) * algorithm.loss(terms)).sum()
+                if algorithm.entropy_bonus != 0.0:
+                    loss = loss - algorithm.bonus(terms, self.entropy_tokens)
+                for term in algorithm.of_tokens:
+                    if terms.sampled_M is not None or not fact(term, "of_demonstrations"):
+                        loss = loss + self.weighted(batch, term, terms, rows_C)
+                chunk.loss = loss
+        value = head.total() + self.states(passed, hidden_MD, head.logp_M)
+        return value + passed.router_loss, seen_by(head)
 
-    def learns(self, batch: Batch) -> bool:
-        """False where the loss is a divergence alone, and no term of the batch reads log-probs."""
-        return self.algorithm.reads_tokens or WEIGHT + POLICY in batch.extra_P
-
-    def tokens(self, batch: Batch, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
-        """Surrogate, KL and entropy bonus, and the extra terms that read log-probs."""
-        rows_C = batch.trained_M[part]
-        terms = self.terms(batch, logp_C, entropy_C, rows_C)
-        value = self.algorithm.total(terms, weight(batch, POLICY, rows_C), self.entropy_tokens)
-        for term in self.algorithm.of_tokens:
-            if terms.sampled_M is not None or not fact(term, "of_demonstrations"):
-                value = value + self.weighted(batch, term, terms, rows_C)
-        return value
-
-    def states(self, policy: Policy, batch: Batch, hidden_MD: Tensor, logp_M: Tensor) -> Tensor | float:
-        """The extra terms that read values or the teacher's distributions, as far as the loss has a critic and a teacher."""
+    def states(self, passed: BatchPass, hidden_MD: Tensor, logp_M: Tensor) -> Tensor | float:
+        """The extra terms that read values or the teacher's distributions, as far as the loss has a critic and a teacher;
+        log-probs are constants to them."""
         has = {"value": self.critic is not None, "teacher": self.teacher is not None}
         read = [term for term in self.algorithm.of_states if all(has.get(name, True) for name in fact(term, "reads"))]
         if not read:
             return 0.0
-        rows_M = batch.trained_M
+        batch, rows_M = passed.batch, passed.rows_M
         terms = replace(
             self.terms(batch, logp_M.detach(), None, rows_M),
             value_M=None if self.critic is None else self.critic.values(hidden_MD),
-            divergence=None if self.teacher is None else partial(self.teacher.divergence, policy, batch, self.samples, hidden_MD),
+            divergence=None
+            if self.teacher is None
+            else partial(self.teacher.divergence, passed.policy, batch, self.samples, hidden_MD),
         )
         value = hidden_MD.new_zeros((), dtype=logp_M.dtype)
         for term in read:
@@ -156,18 +118,76 @@ class CriticLoss:
     that stays as it is."""
 
     loss: Loss
+    critic: Critic
 
-    def __call__(self, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(self, passed: BatchPass) -> tuple[Tensor, Tensor]:
         """The loss, differentiable with respect to the critic, and its values (M,)."""
-        critic, rows_M = self.loss.critic, batch.trained_M
-        assert critic is not None
+        critic, rows_M = self.critic, passed.rows_M
         with torch.set_grad_enabled(torch.is_grad_enabled() and not critic.shared):
-            outputs = forward(policy, batch)
-        value_M = critic.values(outputs.hidden_PD[rows_M])
-        terms = replace(self.loss.terms(batch, batch.behavior_logp_P[rows_M], None, rows_M), value_M=value_M)
+            hidden_MD = passed.hidden_MD
+        value_M = critic.values(hidden_MD)
+        terms = replace(self.loss.terms(passed.batch, passed.batch.behavior_logp_P[rows_M], None, rows_M), value_M=value_M)
         read = [term for term in self.loss.algorithm.of_states if "value" in fact(term, "reads")]
-        value = torch.stack([self.loss.weighted(batch, term, terms, rows_M) for term in read]).sum()
-        return value + (0.0 if critic.shared else outputs.router_loss), value_M
+        value = torch.stack([self.loss.weighted(passed.batch, term, terms, rows_M) for term in read]).sum()
+        return value + (0.0 if critic.shared else passed.router_loss), value_M
+
+
+def step_loss(
+    policy: Policy,
+    algorithm: Algorithm,
+    samples: Sequence[Sample],
+    *,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
+    number: int = 0,
+    budget: int,
+) -> Loss:
+    """The loss of an optimizer step on weighted samples, with the samples that it computes: a teacher's demonstrations are mixed
+    in, and those that have no gradient are left out.
+
+    critic: on the policy's own backbone.   number: optimizer steps taken before, which choose the demonstrations.
+    A high-entropy mask is decided before the first micro-batch, and so needs a pass of its own.
+    """
+    if algorithm.needs_forking:
+        samples = with_forking(algorithm, samples, score(policy, samples, budget=budget, entropy=True).entropy)
+    tokens = entropy_tokens(algorithm, samples)  # of rollouts: the algorithm knows nothing of demonstrations
+    if teacher is not None and teacher.demonstrations is not None:
+        samples = with_demonstrations(algorithm, samples, teacher.demonstrations.of(number))
+    computed = list(samples) if router_coefficient(policy) > 0.0 else with_gradient(algorithm, samples)
+    return Loss(algorithm=algorithm, samples=computed, entropy_tokens=tokens, critic=critic, teacher=teacher)
+
+
+def with_gradient(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that a step computes: exactly the same step for less work.
+
+    Those whose advantages are all 0 are left out where nothing else gives them a gradient.  (A loss that balances experts does, and
+    a caller that has one computes all.)  Demonstrations have indices below 0.
+    """
+    return [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead or sample.index < 0]
+
+
+def with_forking(algorithm: Algorithm, samples: Sequence[Sample], entropies: Sequence[np.ndarray]) -> list[Sample]:
+    """The samples of a whole step with the column `forking`: 1 for every token that a high-entropy mask keeps, else 0.
+
+    entropies: per sample (n,), nats.
+    """
+    if not samples:
+        return []
+    trained = [sample.weight != 0 for sample in samples]
+    entropy_N = np.concatenate([values[rows] for values, rows in zip(entropies, trained, strict=True)])
+    forking_N = forking(torch.from_numpy(entropy_N), algorithm.entropy_quantile).numpy()
+    ends = np.cumsum([np.count_nonzero(rows) for rows in trained])
+    columns = [np.zeros(rows.size) for rows in trained]
+    for column, rows, values in zip(columns, trained, np.split(forking_N, ends[:-1]), strict=True):
+        column[rows] = values
+    return [replace(one, extra={**one.extra, "forking": column}) for one, column in zip(samples, columns, strict=True)]
+
+
+def entropy_tokens(algorithm: Algorithm, samples: Sequence[Sample]) -> float:
+    """Tokens of a whole step over which an entropy bonus is a mean: the trained ones, or those that a high-entropy mask keeps.  1
+    where there are none."""
+    columns = [sample.extra["forking"] if algorithm.needs_forking else sample.weight for sample in samples]
+    return float(max(sum(map(np.count_nonzero, columns)), 1))
 
 
 def weight(batch: Batch, name: str, rows_C: Tensor) -> Tensor:

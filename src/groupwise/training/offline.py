@@ -18,10 +18,9 @@ from groupwise.data.demonstrations import Demonstration
 from groupwise.distributed import comm
 from groupwise.models import backbone
 from groupwise.models.policy import Policy
-from groupwise.records import Batch, Sample, Step
-from groupwise.training.loss import HeadLoss
+from groupwise.records import Sample, Step
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import Assessment, BatchLoss, assess, balance, update
+from groupwise.training.passes import Assessment, BatchLoss, BatchPass, assess, balance, seen_by, update
 from groupwise.utils.clock import Clock
 from groupwise.utils.statistics import Estimate
 
@@ -139,20 +138,19 @@ def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
     ]
 
 
-class TokenNll(HeadLoss):
+def token_nll(passed: BatchPass) -> tuple[Tensor, Tensor]:
     """`-log p` of every completion token."""
-
-    separable = True
-
-    def tokens(self, batch: Batch, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
-        """`-sum(weight x log p)`."""
-        return -(batch.weight_P[batch.trained_M[part]] * logp_C).sum()
+    with passed.precision():
+        head = passed.head(fused=True)
+        for chunk in head:
+            chunk.loss = -(passed.batch.weight_P[passed.rows_M[chunk.rows]] * chunk.logp_C).sum()
+    return head.total() + passed.router_loss, seen_by(head)
 
 
 SFT: Objective[Demonstration] = Objective(
     name="sft",
     samples=demonstration_samples,
-    loss=TokenNll(),
+    loss=token_nll,
     measure=lambda rows, found: {"nll": found.loss, "perplexity": float(np.exp(min(found.loss, 50.0)))},
     headlines={"held-out nll": "nll", "perplexity": "perplexity"},
 )

@@ -15,25 +15,23 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from groupwise.algorithms.losses import forking
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.models.backbone import checkpointing
-from groupwise.models.moe import router_coefficient
 from groupwise.models.passes import reshard
 from groupwise.models.policy import Policy
 from groupwise.records import Sample, Scored, Step
 from groupwise.rollout.dynamic_sampling import Collected
-from groupwise.training.critics import Critic, Together
+from groupwise.training.critics import Critic
 from groupwise.training.groups import Rollouts
-from groupwise.training.loss import CriticLoss, Loss
+from groupwise.training.loss import CriticLoss, step_loss
 from groupwise.training.metrics import by_completion, measure, token_columns
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import Assessment, assess, score, update
+from groupwise.training.passes import Assessment, update
 from groupwise.training.samples import minibatches, weigh
 from groupwise.training.signals import add_signals
-from groupwise.training.teachers import Teacher, with_demonstrations
+from groupwise.training.teachers import Teacher
 from groupwise.utils.clock import Clock
 
 
@@ -66,12 +64,19 @@ def train_online(
             groups = add_signals(groups, algorithm, group, policy, reference, critic, reading, budget)
         advantages, parts = algorithm.advantages(groups), minibatches(groups, group)
         updates: list[Assessment] = []
-        learn = critic is None or number > critic.settings.pretrain
+        pretraining = critic is not None and number <= critic.settings.pretrain
+        shared = critic if critic is not None and critic.shared and not pretraining else None
         with clock.phase("update"), recomputing(checkpointing, policy, critic):
             for part in parts * group.updates_per_rollout:
                 samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
-                updates.append(improve(policy, algorithm, samples, optimizer, critic, reading, budget=budget, learn=learn))
+                now = algorithm if pretraining else steered(algorithm, optimizer, samples)
+                loss = step_loss(policy, now, samples, critic=shared, teacher=reading, number=optimizer.taken, budget=budget)
+                trained = [] if pretraining else [optimizer] if shared is None else [optimizer, shared.optimizer]
+                updates.append(update(policy, loss, loss.samples, *trained, budget=budget))
                 budget = updates[-1].budget
+                if critic is not None and shared is None:
+                    own = CriticLoss(loss, critic)
+                    budget = update(critic.policy, own, loss.samples, critic.optimizer, budget=budget).budget
         with clock.phase("sync"):
             rollouts.sync(optimizer.taken)
             follow(number, group, policy, reference, teacher)
@@ -105,46 +110,6 @@ def recomputing(on: bool, policy: Policy, critic: Critic | None) -> Iterator[Non
         yield
 
 
-def improve(
-    policy: Policy,
-    algorithm: Algorithm,
-    samples: Sequence[Sample],
-    optimizer: Optimizer,
-    critic: Critic | None = None,
-    teacher: Teacher | None = None,
-    *,
-    budget: int,
-    learn: bool = True,
-) -> Assessment:
-    """One optimizer step on weighted samples, of the policy and of a critic; a teacher's demonstrations are mixed in.
-
-    learn: False leaves the policy as it is.
-
-    A high-entropy mask is decided before the first micro-batch, and so needs a pass of its own.
-    """
-    algorithm = steered(algorithm, optimizer, samples) if learn else algorithm
-    if algorithm.needs_forking:
-        samples = with_forking(algorithm, samples, score(policy, samples, budget=budget, entropy=True).entropy)
-    tokens = entropy_tokens(algorithm, samples)  # of rollouts: the algorithm knows nothing of demonstrations
-    if teacher is not None and teacher.demonstrations is not None:
-        samples = with_demonstrations(algorithm, samples, teacher.demonstrations.of(optimizer.taken))
-    computed = list(samples) if router_coefficient(policy) > 0.0 else worked(algorithm, samples)
-    together = critic is not None and critic.shared and learn
-    loss = Loss(algorithm=algorithm, entropy_tokens=tokens, samples=computed, critic=critic if together else None, teacher=teacher)
-    if not learn:
-        step = assess(policy, loss, computed, budget=budget)
-    elif critic is not None and together:
-        step = update(policy, loss, computed, Together(optimizer, critic.optimizer), budget=budget)
-    else:
-        step = update(policy, loss, computed, optimizer, budget=budget)
-    if teacher is not None:
-        reshard(teacher.policy)
-    if critic is not None and not together:
-        own = update(critic.policy, CriticLoss(replace(loss, critic=critic)), samples, critic.optimizer, budget=step.budget)
-        step = replace(step, budget=own.budget)
-    return step
-
-
 def steered(algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample]) -> Algorithm:
     """The algorithm with the entropy bonus of this step, by the sampled entropy (mean of -log p) of its trained tokens."""
     if algorithm.entropy_target is None:
@@ -156,44 +121,10 @@ def steered(algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample
     return algorithm
 
 
-def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples that a step computes.
-
-    Those whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less work.
-    (A loss that balances experts does, and a caller that has one computes all.)
-    Demonstrations have indices below 0.
-    """
-    return [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead or sample.index < 0]
-
-
-def with_forking(algorithm: Algorithm, samples: Sequence[Sample], entropies: Sequence[np.ndarray]) -> list[Sample]:
-    """The samples of a whole step with the column `forking`: 1 for every token that a high-entropy mask keeps, else 0.
-
-    entropies: per sample (n,), nats.
-    """
-    if not samples:
-        return []
-    trained = [sample.weight != 0 for sample in samples]
-    entropy_N = np.concatenate([values[rows] for values, rows in zip(entropies, trained, strict=True)])
-    kept_N = forking(torch.from_numpy(entropy_N), algorithm.entropy_quantile).numpy()
-    ends = np.cumsum([np.count_nonzero(rows) for rows in trained])
-    found = []
-    for sample, rows, kept in zip(samples, trained, np.split(kept_N, ends[:-1]), strict=True):
-        column = np.zeros(rows.size)
-        column[rows] = kept
-        found.append(replace(sample, extra={**sample.extra, "forking": column}))
-    return found
-
-
-def entropy_tokens(algorithm: Algorithm, samples: Sequence[Sample]) -> float:
-    """Tokens of a whole step over which an entropy bonus is a mean: the trained ones, or those that a high-entropy mask keeps.  1
-    where there are none."""
-    columns = [sample.extra["forking"] if algorithm.needs_forking else sample.weight for sample in samples]
-    return float(max(sum(map(np.count_nonzero, columns)), 1))
-
-
 def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy | None, teacher: Teacher | None) -> None:
     """After step `number`: move the reference, if it is due, and a teacher that follows the policy."""
+    if teacher is not None:
+        reshard(teacher.policy)
     if reference is not None and group.reference_refresh and number % group.reference_refresh == 0:
         refresh(reference, policy, group.reference_mix)
     if teacher is not None and teacher.ema and teacher.policy.model is not policy.model:

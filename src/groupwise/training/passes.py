@@ -1,15 +1,16 @@
 """A packed pass: samples with their final weights -> packed micro-batches -> a function of each, and its numbers per token.
 
-`update` takes one optimizer step, `assess` computes the same loss without learning (what validation reports is what training
+`update` makes the pass and takes one optimizer step, `assess` makes it without learning (what validation reports is what training
 minimises), and `score` reads log-probs.  The pass is the same for every objective; the loss of a batch differs (`training.loss`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from groupwise.distributed import comm
 from groupwise.errors import MemoryExceeded, out_of_memory
 from groupwise.models.fused import fused_modules
 from groupwise.models.moe import balanced
-from groupwise.models.passes import forward, packed_for, reshard
+from groupwise.models.passes import ForwardOutput, forward, packed_for, reshard
 from groupwise.models.policy import Policy
 from groupwise.ops.in_place_gradients import summed_in_place
-from groupwise.ops.linear_cross_entropy import PositionSupport, chosen_logprobs
+from groupwise.ops.linear_cross_entropy import FusedLoss, PositionSupport, WholeLoss, chosen_logprobs
 from groupwise.records import Batch, Rollout, Sample
 from groupwise.training.optimizer import StepStats
 from groupwise.training.samples import sample_of
@@ -33,9 +34,54 @@ log = logger(__name__)
 
 
 UNMOVED = StepStats(grad_norm=0.0, lr=0.0, skipped=False)
-BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
-"""(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number per trained position (M,), for the log, or two
-(M, 2): log-probs and entropies)."""
+
+
+class BatchPass:
+    """A packed batch on its way through a policy: what a loss reads of it.
+
+    M trained positions   D width
+    """
+
+    def __init__(self, policy: Policy, batch: Batch) -> None:
+        self.policy, self.batch = policy, batch
+        self.rows_M = batch.trained_M
+
+    @cached_property
+    def outputs(self) -> ForwardOutput:
+        """Of the model, for all positions."""
+        return forward(self.policy, self.batch)
+
+    @cached_property
+    def hidden_MD(self) -> Tensor:
+        """Final hidden states at the trained positions."""
+        return self.outputs.hidden_PD[self.rows_M]
+
+    @property
+    def router_loss(self) -> Tensor | float:
+        """`ForwardOutput.router_loss`."""
+        return self.outputs.router_loss
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The region in which the products of model and head run."""
+        return self.policy.precision()
+
+    def head(self, *, fused: bool, entropy: bool = False) -> FusedLoss | WholeLoss:
+        """The log-probs (and entropies) of the trained tokens, chunk by chunk; each chunk is to be given its loss.
+
+        fused: a token's loss depends on no other token, so that the head's gradient is taken while its logits are at hand.  The
+        loss is differentiated as it is returned, multiplied by nothing: an update then sums one gradient of the head in place.
+        """
+        batch, rows_M = self.batch, self.rows_M
+        inputs = self.hidden_MD, self.policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M], support_of(batch)
+        with self.precision():
+            if fused and torch.is_grad_enabled():
+                return FusedLoss(*inputs, entropy=entropy, as_is=True)
+            return WholeLoss(*chosen_logprobs(*inputs, entropy=entropy))
+
+
+BatchLoss = Callable[[BatchPass], tuple[Tensor, Tensor]]
+"""Gives the weighted loss of a batch, a differentiable scalar, and for the log a number per trained position (M,), or two (M, 2):
+log-probs and entropies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,84 +114,88 @@ class Stepper(Protocol):
         ...
 
 
-@torch.enable_grad()  # whatever the program around has set
 def update(
-    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Stepper, *, budget: int, whole_groups: bool = False
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *optimizers: Stepper, budget: int, whole_groups: bool = False
 ) -> Assessment:
-    """Forward and backward over the samples, at most `budget` positions at a time, and one optimizer step.
+    """One pass over the samples, at most `budget` positions at a time, backward too, and one step of each optimizer.
 
     Sample weights are final, so the budget, the order and the number of processes do not change the step: each process computes its
-    part of the packed positions, and the optimizer takes the sum of their gradients.
+    part of the packed positions, the results are gathered on all, and the optimizers take the sum of their gradients.
+    optimizers: of what the loss trains; the first one's step is reported.  None: the same loss without a gradient or a step.
     whole_groups: never cut a group (pairs are compared with each other).
 
-    Where memory does not suffice, the same step is computed anew with half the budget, down to one sample at a time.
+    Where memory does not suffice, the same pass is made anew with half the budget, down to one sample at a time.
     """
-    lengths = [sample.prompt.size + sample.completion.size for sample in samples]
+    learn = bool(optimizers)
     while True:
-        optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
+        for optimizer in optimizers:
+            optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
+        computed: list[tuple[int, np.ndarray]] = []
+        positions = 0
+        total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
         try:
-            assessed = packed_pass(policy, loss, samples, budget, whole_groups=whole_groups, learn=True)
+            with (
+                torch.set_grad_enabled(learn),  # whatever the program around has set
+                fused_modules(policy.model, keep=not policy.sharded),
+                summed_in_place(learn and not policy.sharded),
+            ):
+                batches = batches_of(policy, samples, budget, whole_groups=whole_groups)
+                for batch in balanced(policy, batches) if learn else batches:
+                    value, seen_M = loss(BatchPass(policy, batch))
+                    if learn:
+                        value.backward()
+                    total += value.detach()
+                    seen_P = seen_M.new_zeros(batch.layout.total, *seen_M.shape[1:])
+                    seen_P[batch.trained_M] = seen_M.detach()
+                    computed += unpack(batch, seen_P, samples)
+                    positions += sum(batch.layout.length)
             break
         except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            smaller = min(budget, sum(lengths)) // 2
-            if comm.world().size > 1 or smaller < max(lengths):
-                raise MemoryExceeded(
-                    f"{budget} packed positions at a time do not fit into memory ({str(error).splitlines()[0]}); lower "
-                    "optimizer.tokens_per_microbatch, or set model.gradient_checkpointing: true"
-                ) from error
+            smaller = _smaller(error, samples, budget)
         # Out of the handler, which would keep the failed pass alive through its traceback.
+        value = seen_M = batch = batches = None
         if policy.device.type == "cuda":
             torch.cuda.empty_cache()
         log.warning("%d packed positions at a time do not fit into memory: going on with %d, to the same result", budget, smaller)
         budget = smaller
-    # The step is not tried twice: it changes weights as it goes.
-    return replace(assessed, stats=optimizer.step(), budget=budget)
-
-
-@torch.no_grad()
-def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget: int, whole_groups: bool = False) -> Assessment:
-    """The same loss of the same kind of samples, without a gradient or a step."""
-    return replace(packed_pass(policy, loss, samples, budget, whole_groups=whole_groups), budget=budget)
-
-
-def packed_pass(
-    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False, learn: bool = False
-) -> Assessment:
-    """One pass over the samples.  Every process computes its part of them; the results are gathered on all.
-
-    learn: leave the gradients of the loss in the parameters.
-    """
+    reshard(policy)
     seen = [np.zeros(sample.completion.size) for sample in samples]
     entropy = list(seen)
-    mine: list[tuple[int, np.ndarray]] = []
-    positions = 0
-    total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
-    with fused_modules(policy.model, keep=not policy.sharded), summed_in_place(learn and not policy.sharded):
-        batches = batches_of(policy, samples, budget, whole_groups=whole_groups)
-        for batch in balanced(policy, batches) if learn else batches:
-            value, seen_M = loss(policy, batch)
-            if learn:
-                value.backward()
-            total += value.detach()
-            seen_P = seen_M.new_zeros(batch.layout.total, *seen_M.shape[1:])
-            seen_P[batch.trained_M] = seen_M.detach()
-            mine += unpack(batch, seen_P, samples)
-            positions += sum(batch.layout.length)
-    reshard(policy)
-    parts = comm.gather([(float(total), positions, mine)])
+    parts = comm.gather([(float(total), positions, computed)])
     for index, values in (pair for _, _, pairs in parts for pair in pairs):
         seen[index] = values
         if values.ndim == 2:
             seen[index], entropy[index] = values.T
+    # The step is not tried twice: it changes weights as it goes.
+    stats = [optimizer.step() for optimizer in optimizers]
     return Assessment(
         samples=list(samples),
         seen=seen,
         entropy=entropy,
         loss=sum(value for value, _, _ in parts),
         positions=[load for _, load, _ in parts],
+        stats=stats[0] if stats else UNMOVED,
+        budget=budget,
     )
+
+
+def _smaller(error: RuntimeError, samples: Sequence[Sample], budget: int) -> int:
+    """The next budget after a pass that failed.  Raises MemoryExceeded where there is none, and an error that is not of memory."""
+    if not out_of_memory(error):
+        raise error
+    lengths = [sample.prompt.size + sample.completion.size for sample in samples]
+    smaller = min(budget, sum(lengths)) // 2
+    if comm.world().size > 1 or smaller < max(lengths):
+        raise MemoryExceeded(
+            f"{budget} packed positions at a time do not fit into memory ({str(error).splitlines()[0]}); lower "
+            "optimizer.tokens_per_microbatch, or set model.gradient_checkpointing: true"
+        ) from error
+    return smaller
+
+
+def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget: int, whole_groups: bool = False) -> Assessment:
+    """`update` without a gradient or a step."""
+    return update(policy, loss, samples, budget=budget, whole_groups=whole_groups)
 
 
 def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
@@ -176,15 +226,16 @@ def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bo
     return Scores(assessed.seen, assessed.entropy)
 
 
-def _read(policy: Policy, batch: Batch, *, entropy: bool) -> tuple[Tensor, Tensor]:
+def _read(passed: BatchPass, *, entropy: bool) -> tuple[Tensor, Tensor]:
     """No loss, and the log-probs (M,) of a batch's trained tokens, or with their entropies (M, 2)."""
-    rows_M = batch.trained_M
-    hidden_MD = forward(policy, batch).hidden_PD[rows_M]
-    with policy.precision():
-        logp_M, entropy_M = chosen_logprobs(
-            hidden_MD, policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M], support_of(batch), entropy=entropy
-        )
-    return logp_M.new_zeros(()), logp_M if entropy_M is None else torch.stack([logp_M, entropy_M], 1)
+    head = passed.head(fused=False, entropy=entropy)
+    return head.logp_M.new_zeros(()), seen_by(head)
+
+
+def seen_by(head: FusedLoss | WholeLoss) -> Tensor:
+    """What a loss of log-probs reports: them (M,), or with their entropies (M, 2)."""
+    logp_M, entropy_M = head.logp_M, head.entropy_M
+    return logp_M if entropy_M is None else torch.stack([logp_M.detach(), entropy_M.detach()], 1)
 
 
 def score_rollouts(policy: Policy, rollouts: Sequence[Rollout], *, budget: int) -> list[np.ndarray]:

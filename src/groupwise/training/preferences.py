@@ -25,14 +25,12 @@ from groupwise.config.settings import PairSettings, RewardModelSettings
 from groupwise.data.pairs import Pair
 from groupwise.data.step_labels import Solution
 from groupwise.errors import ConfigError
-from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, head_scores, pool_weights, readout
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Batch, Sample, Scored, alike
-from groupwise.training.loss import HeadLoss
 from groupwise.training.offline import Objective
-from groupwise.training.passes import Assessment, score
+from groupwise.training.passes import Assessment, BatchPass, score, seen_by
 from groupwise.utils.statistics import proportion
 
 PAIR_HEADLINES = {"held-out loss": "loss", "pair accuracy": "accuracy", "margin": "margin"}
@@ -70,16 +68,14 @@ def reward_samples(rows: Sequence[Pair], *, pooling: Pooling, lm_coefficient: fl
     return samples
 
 
-def reward_loss(policy: Policy, batch: Batch, *, centering: float, lm: bool) -> tuple[Tensor, Tensor]:
+def reward_loss(passed: BatchPass, *, centering: float, lm: bool) -> tuple[Tensor, Tensor]:
     """The pairs' weighted loss, and every read token's number (M,)."""
-    rows_M = batch.trained_M
-    outputs = forward(policy, batch)
-    hidden_MD = outputs.hidden_PD[rows_M]
+    policy, batch, rows_M, hidden_MD = passed.policy, passed.batch, passed.rows_M, passed.hidden_MD
     score_M = head_scores(policy, hidden_MD)
     score_S = segment_sum(batch.extra_P["pool"][rows_M] * score_M, batch.segment_P[rows_M], batch.layout.segments)
     chosen, rejected, end_R = _pairs_of(batch)
     loss_R = pair_losses.bradley_terry(score_S[chosen], score_S[rejected], batch.extra_P["margin"][end_R], centering=centering)
-    value = (batch.weight_P[end_R] * loss_R).sum() + outputs.router_loss
+    value = (batch.weight_P[end_R] * loss_R).sum() + passed.router_loss
     if lm:
         lm_M = batch.extra_P["lm"][rows_M]
         spoken = torch.nonzero(lm_M)[:, 0]
@@ -126,7 +122,7 @@ def dpo_objective(settings: PairSettings) -> Objective[Anchored]:
     return Objective(
         name="dpo",
         samples=dpo_samples,
-        loss=PairLoss(settings),
+        loss=partial(pair_loss, settings=settings),
         measure=lambda rows, found: compared(*_sides(rewards(found))),
         examine=lambda rows, found: examined(*_sides(rewards(found)), [row.pair for row in rows]),
         headlines=PAIR_HEADLINES,
@@ -149,21 +145,16 @@ def dpo_samples(rows: Sequence[Anchored]) -> list[Sample]:
     ]
 
 
-@dataclass(frozen=True)
-class PairLoss(HeadLoss):
-    """DPO's or IPO's loss of pairs; both sides of a pair are in one batch."""
-
-    settings: PairSettings
-
-    def tokens(self, batch: Batch, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
-        """The pairs' weighted loss, by the log-probs of all of the batch."""
-        assert batch.reference_logp_P is not None
-        segment_M, segments = batch.segment_P[batch.trained_M], batch.layout.segments
-        formula, pool = (pair_losses.ipo, segment_mean) if self.settings.loss == "ipo" else (pair_losses.dpo, segment_sum)
-        logp_S, reference_S = (pool(one, segment_M, segments) for one in (logp_C, batch.reference_logp_P[batch.trained_M]))
-        chosen, rejected, end_R = _pairs_of(batch)
-        loss_R = formula(logp_S[chosen], logp_S[rejected], reference_S[chosen], reference_S[rejected], beta=self.settings.beta)
-        return (batch.weight_P[end_R] * loss_R).sum()
+def pair_loss(passed: BatchPass, *, settings: PairSettings) -> tuple[Tensor, Tensor]:
+    """DPO's or IPO's weighted loss of pairs, whose sides are in one batch, and the log-probs of their tokens (M,)."""
+    batch, head = passed.batch, passed.head(fused=False)
+    assert batch.reference_logp_P is not None
+    segment_M, segments = batch.segment_P[passed.rows_M], batch.layout.segments
+    formula, pool = (pair_losses.ipo, segment_mean) if settings.loss == "ipo" else (pair_losses.dpo, segment_sum)
+    logp_S, reference_S = (pool(one, segment_M, segments) for one in (head.logp_M, batch.reference_logp_P[passed.rows_M]))
+    chosen, rejected, end_R = _pairs_of(batch)
+    loss_R = formula(logp_S[chosen], logp_S[rejected], reference_S[chosen], reference_S[rejected], beta=settings.beta)
+    return (batch.weight_P[end_R] * loss_R).sum() + passed.router_loss, seen_by(head)
 
 
 def implicit_rewards(assessment: Assessment, *, beta: float, mean: bool) -> np.ndarray:
@@ -186,13 +177,12 @@ def process_samples(rows: Sequence[Solution]) -> list[Sample]:
     return samples
 
 
-def process_loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+def process_loss(passed: BatchPass) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of the steps' labels, and the logit of each step (M,)."""
-    rows_M = batch.trained_M
-    outputs = forward(policy, batch)
-    logit_M = head_scores(policy, outputs.hidden_PD[rows_M])
+    batch, rows_M = passed.batch, passed.rows_M
+    logit_M = head_scores(passed.policy, passed.hidden_MD)
     loss_M = binary_cross_entropy_with_logits(logit_M, batch.extra_P["label"][rows_M], reduction="none")
-    return (batch.weight_P[rows_M] * loss_M).sum() + outputs.router_loss, logit_M
+    return (batch.weight_P[rows_M] * loss_M).sum() + passed.router_loss, logit_M
 
 
 def _step_metrics(rows: Sequence[Solution], assessment: Assessment) -> dict[str, float]:

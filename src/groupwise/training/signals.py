@@ -12,11 +12,10 @@ from torch import Tensor
 
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
-from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
-from groupwise.records import Batch, Sample, Scored
+from groupwise.records import Sample, Scored
 from groupwise.training.critics import Critic
-from groupwise.training.passes import assess, score
+from groupwise.training.passes import BatchPass, assess, score
 from groupwise.training.samples import minibatches, sample_of
 from groupwise.training.teachers import Teacher, scored_by_servers
 
@@ -87,8 +86,8 @@ def with_values(groups: Sequence[Scored], critic: Critic | None, algorithm: Algo
     ]
 
 
-def _values(critic: Critic, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-    value_M = critic.values(forward(policy, batch).hidden_PD[batch.trained_M])
+def _values(critic: Critic, passed: BatchPass) -> tuple[Tensor, Tensor]:
+    value_M = critic.values(passed.hidden_MD)
     return value_M.new_zeros(()), value_M
 
 
