@@ -41,7 +41,7 @@ from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass
 from groupwise.training.preferences import reward_objective
 from groupwise.training.samples import weigh
-from groupwise.training.signals import with_reference
+from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher
 from groupwise.utils.clock import Clock
 
@@ -240,7 +240,7 @@ class Ours:
             ]
             reward = np.array(rewards[p * size : (p + 1) * size])
             groups.append(Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward))
-        groups = with_reference(groups, self.reference, 1 << 20)
+        groups = add_signals(groups, self.algorithm, reference=self.reference, budget=1 << 20)
         return weigh(groups, self.algorithm.advantages(groups), self.algorithm)
 
     def _gradients(self, samples: list[Sample], loss: Any, **options: Any) -> tuple[float, list[np.ndarray]]:

@@ -57,7 +57,7 @@ from groupwise.training.metrics import measure
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import weigh
-from groupwise.training.signals import with_reference
+from groupwise.training.signals import add_signals
 from groupwise.training.work import Meter
 
 ROOT = Path(__file__).parents[1]
@@ -279,8 +279,8 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
         tiny_policy(),
         GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5, entropy_target=9.0, entropy_bonus=0.01),
     )
-    groups = with_reference(groups, frozen_copy(policy), 1000)
     algorithm = corrected(resolve("grpo", settings, 8), CorrectionSettings())
+    groups = add_signals(groups, algorithm, reference=frozen_copy(policy), budget=1000)
     made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}
     groups = [
         replace(

@@ -27,7 +27,7 @@ from groupwise.training.critics import Critic
 from groupwise.training.loss import Loss
 from groupwise.training.passes import BatchPass
 from groupwise.training.samples import weigh
-from groupwise.training.signals import with_reference, with_teacher, with_values
+from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
@@ -103,8 +103,8 @@ def prepare(policy: Policy, groups: list[Scored], algorithm: Algorithm) -> list[
         with torch.no_grad():
             for parameter in reference.model.parameters():
                 parameter.mul_(0.9)
-    groups = with_values(with_reference(groups, reference, 10_000), critic, algorithm, 10_000)
-    groups = with_teacher(groups, teacher_of(policy, algorithm), 10_000)
+    teacher = teacher_of(policy, algorithm)
+    groups = add_signals(groups, algorithm, reference=reference, teacher=teacher, critic=critic, budget=10_000)
     return weigh(groups, algorithm.credit(groups), algorithm)
 
 

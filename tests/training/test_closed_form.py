@@ -19,7 +19,7 @@ from groupwise.training.closed_form import RecordedPass, closed_form
 from groupwise.training.loss import Loss, entropy_tokens, with_forking, with_gradient
 from groupwise.training.passes import BatchPass, batches_of, score
 from groupwise.training.samples import sample_of, weigh
-from groupwise.training.signals import with_reference
+from groupwise.training.signals import add_signals
 
 SETTINGS = {
     **{name: {} for name in ALGORITHMS},
@@ -47,7 +47,7 @@ def test_the_closed_form_gradient_equals_autograd(
     near = iter(logp + 0.1 * np.random.default_rng(5).normal(size=logp.size) for logp in drawn)
     groups = [replace(group, rollouts=tuple(replace(r, behavior_logp=next(near)) for r in group.rollouts)) for group in groups]
     if algorithm.needs_reference:
-        groups = with_reference(groups, other, 100)
+        groups = add_signals(groups, algorithm, reference=other, budget=100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     scores = score(policy, samples, budget=100, entropy=True)
     samples = with_forking(algorithm, samples, scores.entropy) if algorithm.needs_forking else samples

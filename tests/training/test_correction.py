@@ -33,7 +33,7 @@ from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass
 from groupwise.training.samples import weigh
-from groupwise.training.signals import with_scores
+from groupwise.training.signals import add_signals
 
 
 def grpo(**keywords: Any) -> Algorithm:
@@ -104,8 +104,8 @@ def test_without_a_mismatch_the_correction_changes_nothing(tiny_policy: Callable
 
 def test_log_probs_before_the_first_update_are_scored_and_travel(tiny_policy: Callable, scored_group: Callable) -> None:
     policy = tiny_policy(dtype=torch.float64)
-    groups = with_scores([scored_group([1.0, 0.0, 0.5], sampling=Sampling(temperature=0.9))], policy, 200)
-    algorithm = grpo()
+    algorithm, group = grpo(), scored_group([1.0, 0.0, 0.5], sampling=Sampling(temperature=0.9))
+    groups = add_signals([group], algorithm, scorer=policy, budget=200)
     for sample in weigh(groups, algorithm.credit(groups), algorithm):
         own = own_logp(policy, sample).detach().numpy()
         np.testing.assert_allclose(sample.extra["scored_logp"], own, atol=1e-9)

@@ -32,7 +32,7 @@ from groupwise.models.saving import save
 from groupwise.records import Scored, Step
 from groupwise.runs import policies
 from groupwise.runs.run import train
-from groupwise.training import critics, metrics, signals
+from groupwise.training import critics, metrics
 from groupwise.training.critics import Critic
 from groupwise.training.groups import RecordedRollouts
 from groupwise.training.loss import CriticLoss, Loss
@@ -40,7 +40,7 @@ from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass
 from groupwise.training.samples import sample_of, weigh
-from groupwise.training.signals import centre, with_reference, with_values
+from groupwise.training.signals import add_signals
 
 
 def valued(group: Scored, *, seed: int = 0, reference: bool = True) -> Scored:
@@ -176,7 +176,7 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
     algorithm = resolve("ppo", GroupSettings(group_size=4, beta=0.1), 12, settings)
     critic = settled(Critic.on(policy, settings, OptimizerSettings(), 1))
     reference = tiny_policy(dtype=torch.float64, scale=1.9)
-    scored = with_values(with_reference(groups, reference, 100), critic, algorithm, 100)
+    scored = add_signals(groups, algorithm, reference=reference, critic=critic, budget=100)
     samples = weigh(scored, algorithm.credit(scored), algorithm)
     for sample in samples:  # values are those of the model's own states
         np.testing.assert_allclose(
@@ -362,8 +362,7 @@ def test_a_new_head_soon_has_the_mean_of_the_returns(tiny_policy: Callable, grou
     algorithm = resolve("ppo", GroupSettings(group_size=4), 12)
     critic = Critic.on(policy, CriticSettings(), OptimizerSettings(), 1)
     for _ in range(60):
-        scored = with_values(groups, critic, algorithm, 100)
-        centre(critic, scored)
+        scored = add_signals(groups, algorithm, critic=critic, budget=100)
     found = metrics.value_metrics(scored)
     assert found["value/mean"] == pytest.approx(found["value/return"], abs=1e-3)
     assert found["value/mean"] != 0.0
@@ -390,7 +389,6 @@ def test_ppo_is_under_200_lines_of_its_own() -> None:
         losses.ValueLoss,
         losses.clipped_value,
         CriticLoss,
-        signals.with_values,
         kl_estimators.k3_numbers,
     ]
     parts += [CriticSettings, policies.critic_of, metrics.value_metrics, validation._critic]

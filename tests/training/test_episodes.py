@@ -36,7 +36,7 @@ from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.training.passes import Assessment, BatchPass, batches_of, score, score_rollouts
 from groupwise.training.samples import sample_of, unbranched, weigh
-from groupwise.training.signals import with_reference, with_scores
+from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher
 
 PLAIN = [name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher or row.needs_steps)]
@@ -141,9 +141,9 @@ def test_trap_14_branches_give_the_gradient_of_the_uncut_episode(name: str, else
     groups = near(policy, groups_with("same"))
     assert sum(len(r.episode.branches) for group in groups for r in group.rollouts) > 8
     if algorithm.needs_reference:
-        groups = with_reference(groups, other, 100)
+        groups = add_signals(groups, algorithm, reference=other, budget=100)
     if elsewhere:
-        groups = with_scores(groups, policy, 100)
+        groups = add_signals(groups, algorithm, scorer=policy, budget=100)
     loss, expected = gradient(policy, algorithm, uncut(groups), 40)
     for budget in (10, 60, 10_000):  # no part is computed without the others of its episode
         found, cut = gradient(policy, algorithm, groups, budget)
@@ -213,7 +213,7 @@ def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str 
     for stray in (0.0, np.nan, -1e30, 7.0):
         groups = groups_with(cut, stray=stray)
         if algorithm.needs_reference:
-            groups = with_reference(groups, policy, 100)
+            groups = add_signals(groups, algorithm, reference=policy, budget=100)
         samples = weigh(groups, algorithm.credit(groups), algorithm)
         loss, grad = gradient(policy, algorithm, groups, 60)
         scores = score(policy, samples, budget=60, entropy=True)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError, EngineError, PeerError
@@ -26,7 +27,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.runs.run import train
 from groupwise.training.passes import score
-from groupwise.training.signals import with_teacher
+from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher
 
 
@@ -111,7 +112,7 @@ def test_servers_say_what_the_checkpoint_says(tiny_policy: Callable, serve: Call
     for options in ({}, {"hint": hint}):
         remote = Teacher(policy=policy, servers=greeted(policy, one, two), **options).before(groups)
         here = Teacher(policy=other, **options).before(groups)
-        found, expected = with_teacher(groups, remote, 200), with_teacher(groups, here, 200)
+        found, expected = (add_signals(groups, ALGORITHMS["distill"], teacher=teacher, budget=200) for teacher in (remote, here))
         for ours, theirs in zip(found, expected, strict=True):
             for a, b in zip(ours.signals["teacher_logp"], theirs.signals["teacher_logp"], strict=True):
                 np.testing.assert_allclose(a, b, atol=1e-5)

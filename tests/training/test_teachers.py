@@ -38,7 +38,7 @@ from groupwise.training.loss import Loss
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass, score
 from groupwise.training.samples import sample_of, weigh
-from groupwise.training.signals import with_scores, with_teacher, with_values
+from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Demonstrations, Teacher, with_demonstrations
 
 F64 = torch.float64
@@ -142,7 +142,7 @@ def test_minillm_is_the_paper_s_gradient(tiny_policy: Callable, groups: list[Sco
     policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
     settings = GroupSettings(group_size=4, surrogate={"name": "clipped", "low": 0.999999, "high": 1e9})
     algorithm, teacher = resolve("minillm", settings, 12), Teacher(policy=other)
-    groups = with_teacher(with_scores(groups, policy, 100), teacher, 100)
+    groups = add_signals(groups, algorithm, scorer=policy, teacher=teacher, budget=100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     tokens = sum(int(r.trained.sum()) for group in groups for r in group.rollouts)
     loss = torch.zeros((), dtype=F64)
@@ -171,7 +171,7 @@ def test_a_policy_that_is_its_teacher_stays_as_it_is(tiny_policy: Callable) -> N
     teacher = Teacher(policy=frozen_copy(policy))
     for name in ("distill", "distill_sampled", "minillm"):
         algorithm = resolve(name, GroupSettings(group_size=3), 8)
-        scored = with_teacher(with_scores(groups, policy, 200), teacher, 200)
+        scored = add_signals(groups, algorithm, scorer=policy, teacher=teacher, budget=200)
         samples = weigh(scored, algorithm.credit(scored), algorithm)
         found = whole_loss(policy, algorithm, samples, teacher)
         assert abs(float(found.detach())) < 1e-10, name
@@ -191,7 +191,7 @@ def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list
         log_p = log_probs(other, np.concatenate([hints[sample.group], sample.prompt]), sample).detach()
         expected = expected + (torch.from_numpy(sample.weight) * (log_q.exp() * (log_q - log_p)).sum(-1)).sum()
     assert_same(policy, whole_loss(policy, algorithm, samples, teacher), expected)
-    (first, *_) = with_teacher(groups, teacher, 100)
+    (first, *_) = add_signals(groups, algorithm, teacher=teacher, budget=100)
     own = sample_of(groups[0].rollouts[2])
     by_hand = log_probs(other, np.concatenate([hints["0/0"], own.prompt]), own).detach().numpy()
     np.testing.assert_allclose(first.signals["teacher_logp"][2], by_hand[np.arange(5), own.completion], atol=1e-10)
@@ -252,7 +252,7 @@ def test_no_part_of_an_algorithm_is_about_demonstrations(
     policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
     groups = [scored_group([1.0, 0.0, 0.5, 0.2], [4, 6, 3, 8])]
     algorithm, plain = resolve(name, GroupSettings(group_size=4, **changes), 12), Teacher(policy=other)
-    groups = with_teacher(with_scores(groups, policy, 100), plain, 100)
+    groups = add_signals(groups, algorithm, scorer=policy, teacher=plain, budget=100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     rows = [Demonstration(id=str(i), prompt=np.array([5, 6 + i]), completion=np.arange(7, 17 + i)) for i in range(5)]
     shown = Demonstrations(rows=rows, count=4, lm=0.5, divergence=0.25)
@@ -275,7 +275,7 @@ def test_a_critic_is_not_asked_about_demonstrations(tiny_policy: Callable, score
     algorithm = resolve("ppo", GroupSettings(group_size=3, divergence={"name": "jsd"}), 12)
     critic = Critic.on(policy, CriticSettings(coefficient=0.5), OptimizerSettings(), 4)
     torch.nn.init.constant_(critic.head.bias, 0.7)
-    groups = with_values([scored_group([1.0, 0.0, 0.5], [4, 6, 3])], critic, algorithm, 100)
+    groups = add_signals([scored_group([1.0, 0.0, 0.5], [4, 6, 3])], algorithm, critic=critic, budget=100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     rows = [Demonstration(id="0", prompt=np.array([5, 6]), completion=np.arange(7, 17))]
     shown = Demonstrations(rows=rows, count=1, lm=0.5, divergence=0.25).of(0)

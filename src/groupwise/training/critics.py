@@ -9,11 +9,12 @@ M trained positions of a batch   D width
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -21,7 +22,9 @@ from torch.nn.functional import normalize
 from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.backbone import checkpointing
 from groupwise.models.policy import Policy
+from groupwise.records import Scored
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import BatchPass
 
 NEW_HEAD, BACKBONE = 5e-3, 1e-5
 """Default learning rates of a new head, and of a backbone of its own."""
@@ -47,7 +50,7 @@ class Critic:
         """A new head on the policy's backbone; its values are 0 at first.   updates: of the run, for the schedule.
 
         It reads states of length 1, so that a learning rate means the same for every model.  Its bias is not learnt by gradients
-        but set before each step (`signals.centre`): learnt with the weights, the mean of the returns would pass through every
+        but set before each step (`centre`): learnt with the weights, the mean of the returns would pass through every
         feature, and values would differ from token to token by nothing that is about the reward.
         """
         width, precision = policy.head.weight_VD.shape[1], torch.promote_types(policy.dtype, torch.float32)
@@ -76,6 +79,19 @@ class Critic:
         with self.policy.precision():
             value_M = self.head(normalize(hidden_MD, dim=-1) if self.shared else hidden_MD)[:, 0]
         return value_M.to(torch.promote_types(value_M.dtype, torch.float32))
+
+    def read(self, passed: BatchPass) -> tuple[Tensor, Tensor]:
+        """No loss, and V of each trained position (M,)."""
+        value_M = self.values(passed.hidden_MD)
+        return value_M.new_zeros(()), value_M
+
+    @torch.no_grad()
+    def centre(self, groups: Sequence[Scored]) -> None:
+        """Move the values of a new head to where they and their targets have one mean."""
+        if self.shared:
+            gaps = [t - v for group in groups for t, v in zip(group.signals["return"], group.signals["value"], strict=True)]
+            gap_N = np.concatenate(gaps)
+            self.head.bias += 0.0 if np.isnan(gap_N).all() else float(np.nanmean(gap_N))
 
     @contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:

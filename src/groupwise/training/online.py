@@ -30,7 +30,7 @@ from groupwise.training.metrics import by_completion, measure, token_columns
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import Assessment, update
 from groupwise.training.samples import minibatches, weigh
-from groupwise.training.signals import add_signals
+from groupwise.training.signals import add_signals, scores_first
 from groupwise.training.teachers import Teacher
 from groupwise.utils.clock import Clock
 
@@ -61,7 +61,15 @@ def train_online(
         version = optimizer.taken
         with clock.phase("reference"):
             reading = None if teacher is None else teacher.before(groups)
-            groups = add_signals(groups, algorithm, group, policy, reference, critic, reading, budget)
+            groups = add_signals(
+                groups,
+                algorithm,
+                reference=reference,
+                scorer=policy if scores_first(algorithm, groups, group, policy) else None,
+                teacher=reading if algorithm.reads_teacher else None,
+                critic=critic,
+                budget=budget,
+            )
         advantages, parts = algorithm.advantages(groups), minibatches(groups, group)
         updates: list[Assessment] = []
         pretraining = critic is not None and number <= critic.settings.pretrain

@@ -31,6 +31,7 @@ from groupwise.models.recurrence import PLACE
 from groupwise.ops.distillation import head_divergence
 from groupwise.records import Batch, Prompt, Rollout, Sample, Scored, stretches
 from groupwise.rollout.vllm.scoring import ScoringServers
+from groupwise.training.passes import score
 from groupwise.training.samples import POLICY, WEIGHT
 
 UNBOUNDED = 1 << 60
@@ -110,6 +111,12 @@ class Teacher:
     def read(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the prompts that the teacher reads."""
         return [_behind(self.hints[sample.group], sample) if sample.group in self.hints else sample for sample in samples]
+
+    def logp(self, samples: Sequence[Sample], budget: int) -> list[np.ndarray]:
+        """Per sample (n,): what it gives to the tokens that were drawn."""
+        if self.servers is not None:
+            return scored_by_servers(self.servers, self.read(samples))
+        return score(self.policy, self.read(samples), budget=budget).logp
 
     @torch.no_grad()
     def states(self, batch: Batch, samples: Sequence[Sample]) -> Tensor:
