@@ -35,7 +35,7 @@ from groupwise.runs.policies import critic_of, hold, reference_of, teacher_of
 from groupwise.runs.prepare import Prepared, closed_on_error, eval_sampling, sampling_of
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
-from groupwise.training.groups import demand_training, sampled_rollouts
+from groupwise.training.groups import sampled_rollouts
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online
@@ -278,7 +278,6 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
             teacher=teacher,
             checkpointing=recipe.model.gradient_checkpointing,
         )
-        steps = demand_training(steps, algorithm) if done == 0 else steps
         counted = rewards.counting(steps, done, prepared.steps)
         return _accounted(agreeing(counted, engine), visits, meter)
 

@@ -5,7 +5,7 @@ The loop cannot tell which: it iterates, and says after each step how many optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import numpy as np
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.errors import RewardError
-from groupwise.records import Sampling, Scored, Step
+from groupwise.records import Sampling, Scored
 from groupwise.rewards.compose import Judge
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.dynamic_sampling import Collected, Draw, GroupSampler
@@ -49,19 +49,24 @@ class SampledRollouts:
     """What has been sampled already."""
 
     def __iter__(self) -> Iterator[tuple[int, Collected]]:
-        """Raises RewardError after IDLE_STEPS steps in a row of which nothing can be learnt."""
+        """Raises RewardError after IDLE_STEPS steps in a row of which nothing can be learnt, or in a shorter run after all."""
         silent = masked = 0
+        most = min(IDLE_STEPS, self.steps)
         for number in range(self.done + 1, self.steps + 1):
             groups, drawn = self.ahead.take(number, self.steps, self.source)
             unscored = bool(groups[0].names) and all(np.isnan(group.reward).all() for group in groups)
-            silent, masked = silent + 1 if unscored else 0, masked + 1 if all_masked(self.source.algorithm, groups) else 0
+            cut = self.source.algorithm.truncated == "mask" and all(one.truncated for group in groups for one in group.rollouts)
+            silent, masked = silent + 1 if unscored else 0, masked + 1 if cut else 0
             if silent >= IDLE_STEPS:
                 raise RewardError(
                     f"the reward functions ({', '.join(groups[0].names)}) said None for every completion of {IDLE_STEPS} steps: "
                     "nothing can be learnt; try them with `groupwise score` on completions that they should reward"
                 )
-            if masked >= IDLE_STEPS:
-                raise only_masked(masked)
+            if masked >= most:
+                raise RewardError(
+                    f"every completion of {masked} steps was cut off at a limit and left out of the loss (group.truncated: mask): "
+                    "nothing can be learnt; raise rollout.max_new_tokens, or set group.truncated: keep"
+                )
             yield number, (groups, drawn)
 
     def sync(self, version: int) -> None:
@@ -110,26 +115,3 @@ def _without_computed(group: Scored) -> Scored:
 
 IDLE_STEPS = 3
 """Steps in a row without a single reward, or without a single completion that is trained, after which a run ends."""
-
-
-def all_masked(algorithm: Algorithm, groups: Sequence[Scored]) -> bool:
-    """True if a limit ended every completion, and such ones are not trained."""
-    return algorithm.truncated == "mask" and all(rollout.truncated for group in groups for rollout in group.rollouts)
-
-
-def only_masked(steps: int) -> RewardError:
-    """The error of a run, or of `steps` of it, without a completion that is trained."""
-    return RewardError(
-        f"every completion of {steps} steps was cut off at a limit and left out of the loss (group.truncated: mask): nothing can "
-        "be learnt; raise rollout.max_new_tokens, or set group.truncated: keep"
-    )
-
-
-def demand_training(steps: Iterator[Step], algorithm: Algorithm) -> Iterator[Step]:
-    """The steps of a run; after the last one raises RewardError if all completions of all steps were masked."""
-    masked = taken = 0
-    for step in steps:
-        yield step
-        taken, masked = taken + 1, masked + all_masked(algorithm, step.groups)
-    if 0 < masked == taken:
-        raise only_masked(masked)
