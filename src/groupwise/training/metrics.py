@@ -7,8 +7,9 @@ Names that users know from TRL keep their meaning: `reward`, `reward_std`, `comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -51,14 +52,12 @@ def measure(
     metrics |= {} if algorithm.entropy_target is None else {"entropy_bonus": updates[-1].stats.entropy_bonus}
     metrics["skipped_updates"] = float(sum(one.stats.skipped for one in updates))
     metrics |= balance(updates) | value_metrics(groups) | logged_metrics(groups)
-    every = _rollouts(updates)
-    metrics |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
-    first = _rollouts(updates[:minibatches])
+    metrics |= ratio_metrics(Seen(algorithm, updates))
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
-    metrics |= kl_metrics(first, algorithm) | teacher_metrics(groups)
+    metrics |= kl_metrics(Seen(algorithm, updates[:minibatches])) | teacher_metrics(groups)
     if algorithm.mix > 0.0:  # what sampled is not the policy, and is not meant to be
         return metrics
-    return metrics | _mismatch(_rollouts(updates[:1]), algorithm, _drawn_by(groups, version))
+    return metrics | _mismatch(Seen(algorithm, updates[:1]), _drawn_by(groups, version))
 
 
 def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
@@ -207,70 +206,91 @@ def teacher_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     return {"teacher/kl": _mean(np.concatenate(gaps))}
 
 
-Seen = Sequence[tuple[Sample, np.ndarray]]
+class Seen:
+    """What updates saw of the N trained tokens of rollouts; demonstrations are left out."""
+
+    def __init__(self, algorithm: Algorithm, updates: Sequence[Assessment]) -> None:
+        self.algorithm = algorithm
+        every = (pair for one in updates for pair in zip(one.samples, one.seen, strict=True))
+        self.samples, self._logp = [], list[np.ndarray]()
+        for sample, logp in every:
+            if sample.index >= 0:
+                self.samples.append(sample)
+                self._logp.append(logp)
+
+    def column(self, values: Sequence[np.ndarray]) -> Tensor:
+        """Numbers per sample (n,) as those of the trained tokens (N,), float64."""
+        return torch.from_numpy(
+            np.concatenate([one[s.weight != 0] for one, s in zip(values, self.samples, strict=True)]).astype(np.float64)
+        )
+
+    def by_sample(self, values_N: Tensor) -> list[tuple[Sample, np.ndarray]]:
+        """Numbers of the trained tokens as one array (n,) for each sample, 0 at tokens that are not trained."""
+        ends = np.cumsum([np.count_nonzero(sample.weight) for sample in self.samples])[:-1]
+        found = []
+        for sample, values in zip(self.samples, np.split(values_N.numpy(), ends), strict=True) if self.samples else ():
+            found.append((sample, np.zeros(sample.completion.size, values.dtype)))
+            found[-1][1][sample.weight != 0] = values
+        return found
+
+    @cached_property
+    def terms(self) -> Terms:
+        """What the loss saw, float64: one segment for a completion of an update.
+
+        Ratios are taken to the log-probs of the policy before its first update where a correction is made, else to the sampler's.
+        """
+        samples, algorithm = self.samples, self.algorithm
+        logp_N, sampler_N = self.column(self._logp), self.column([sample.behavior_logp for sample in samples])
+        counts = torch.tensor([np.count_nonzero(sample.weight) for sample in samples], dtype=torch.int64)
+        segment_N = torch.repeat_interleave(torch.arange(len(samples)), counts)
+        behavior_N, correction = sampler_N, None
+        if algorithm.correction is not None:
+            columns = zip(samples, self._logp, strict=True)
+            behavior_N = self.column([sample.extra.get("scored_logp", logp) for sample, logp in columns])
+            correction = algorithm.correction(behavior_N, sampler_N, segment_N, len(samples))
+        references = [sample.reference_logp for sample in samples if sample.reference_logp is not None]
+        return Terms(
+            logp_M=logp_N,
+            behavior_logp_M=behavior_N,
+            sampler_logp_M=sampler_N,
+            mismatch=correction,
+            advantage_M=self.column([sample.advantage for sample in samples]),
+            segment_M=segment_N,
+            segments=len(samples),
+            reference_logp_M=self.column(references) if references else None,
+            forking_M=self.column([one.extra["forking"] for one in samples]) > 0 if algorithm.needs_forking else None,
+        )
+
+    def gradient(self) -> Tensor:
+        """|dLoss / dlog-prob| of each token (N,), without an entropy bonus."""
+        with torch.enable_grad():
+            logp_N = self.terms.logp_M.detach().requires_grad_()
+            moved = replace(self.terms, logp_M=logp_N, log_ratio_M=logp_N - self.terms.behavior_logp_M)
+            loss = (self.column([sample.weight for sample in self.samples]) * self.algorithm.loss(moved)).sum()
+            return torch.autograd.grad(loss, logp_N)[0].abs().float()
 
 
-def _rollouts(updates: Sequence[Assessment]) -> list[tuple[Sample, np.ndarray]]:
-    """Samples of rollouts with the log-probs that updates saw; demonstrations are left out."""
-    return [pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0]
-
-
-def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+def ratio_metrics(seen: Seen) -> dict[str, float]:
     """Importance ratios at the algorithm's level over all updates of the step, the tokens without a gradient, and `progress`."""
-    if not seen:
+    if not seen.samples:
         return {}
-    terms = terms_of(seen, algorithm)
+    algorithm, terms = seen.algorithm, seen.terms
     metrics = diagnostics.ratio(algorithm.log_ratio(terms), algorithm.cut(terms))
+    if algorithm.off_policy_delta is not None:
+        metrics["off_policy/dropped"] = diagnostics.dropped(off_policy_keep(terms, delta=algorithm.off_policy_delta))
     return metrics | diagnostics.progress(terms.logp_M, terms.advantage_M)
 
 
-def off_policy_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
-    """`off_policy/dropped`: share of tokens that the off-policy mask takes out of the loss; empty without one."""
-    if algorithm.off_policy_delta is None or not seen:
-        return {}
-    return {"off_policy/dropped": diagnostics.dropped(off_policy_keep(terms_of(seen, algorithm), delta=algorithm.off_policy_delta))}
-
-
-def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+def kl_metrics(seen: Seen) -> dict[str, float]:
     """KL to the reference by the algorithm's estimator, or by k1, which is what a reward loses; empty without a reference."""
-    if not algorithm.needs_reference or not seen:
+    algorithm = seen.algorithm
+    if not algorithm.needs_reference or not seen.samples:
         return {}
-    terms = terms_of(seen, algorithm)
+    terms = seen.terms
     assert terms.reference_logp_M is not None
     estimator = K1() if algorithm.kl_place == "reward" else algorithm.kl
     kl_N = estimator(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M)
     return diagnostics.reference_kl(kl_N, terms.logp_M, terms.reference_logp_M)
-
-
-def terms_of(seen: Seen, algorithm: Algorithm) -> Terms:
-    """What the loss of updates saw, float64, of all their trained tokens (N,): one segment for a completion of an update.
-
-    Ratios are taken to the log-probs of the policy before its first update where a correction is made, else to the sampler's.
-    """
-    trained = [sample.weight != 0 for sample, _ in seen]
-
-    def column(values: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate([one[rows] for one, rows in zip(values, trained, strict=True)]).astype(np.float64))
-
-    logp_N, sampler_N = column([logp for _, logp in seen]), column([sample.behavior_logp for sample, _ in seen])
-    counts = torch.tensor([int(rows.sum()) for rows in trained], dtype=torch.int64)
-    segment_N = torch.repeat_interleave(torch.arange(len(seen)), counts)
-    behavior_N, correction = sampler_N, None
-    if algorithm.correction is not None:
-        behavior_N = column([sample.extra.get("scored_logp", logp) for sample, logp in seen])
-        correction = algorithm.correction(behavior_N, sampler_N, segment_N, len(seen))
-    references = [sample.reference_logp for sample, _ in seen if sample.reference_logp is not None]
-    return Terms(
-        logp_M=logp_N,
-        behavior_logp_M=behavior_N,
-        sampler_logp_M=sampler_N,
-        mismatch=correction,
-        advantage_M=column([sample.advantage for sample, _ in seen]),
-        segment_M=segment_N,
-        segments=len(seen),
-        reference_logp_M=column(references) if references else None,
-        forking_M=column([sample.extra["forking"] for sample, _ in seen]) > 0 if algorithm.needs_forking else None,
-    )
 
 
 def token_columns(
@@ -283,27 +303,19 @@ def token_columns(
     loss has a gradient too.  `last_logp` is left out where there was but one pass over the rollout, because it would say what
     `current_logp` says.
     """
-    first, last = updates[:minibatches], updates[-minibatches:]
+    first, last, every = updates[:minibatches], updates[-minibatches:], Seen(algorithm, updates)
     columns = {
         "weight": by_completion(groups, [(sample, sample.weight) for one in first for sample in one.samples]),
         "entropy": by_completion(groups, [pair for one in first for pair in zip(one.samples, one.entropy, strict=True)]),
     }
     if len(updates) > minibatches:
-        pairs = [pair for one in last for pair in zip(one.samples, one.seen, strict=True)]
-        columns["last_logp"] = by_completion(groups, pairs)
-    passes = len(updates) // minibatches
-    cut: dict[tuple[str, int], tuple[Sample, np.ndarray]] = {}
-    for one in updates:
-        seen = _rollouts([one])
-        for (sample, _), clipped in zip(seen, _spread(seen, lambda terms, _: algorithm.cut(terms), algorithm), strict=True):
-            key = (sample.group, sample.index)
-            before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
-            cut[key] = sample, before + clipped.astype(np.float32) / np.float32(passes)
-    columns["clipped"] = by_completion(groups, list(cut.values()))
-    if not any(term for term in algorithm.extra if not _of_others(term)):
-        seen = _rollouts(last)
-        gradients = _spread(seen, lambda terms, weight_N: _gradient(algorithm, terms, weight_N), algorithm)
-        columns["gradient"] = by_completion(groups, [(one, found) for (one, _), found in zip(seen, gradients, strict=True)])
+        columns["last_logp"] = by_completion(groups, [pair for one in last for pair in zip(one.samples, one.seen, strict=True)])
+    passes = np.float32(len(updates) // minibatches)
+    cut = every.by_sample(algorithm.cut(every.terms).float()) if every.samples else []
+    columns["clipped"] = by_completion(groups, [(sample, values / passes) for sample, values in cut])
+    if all(map(_of_others, algorithm.extra)):
+        seen = Seen(algorithm, last)
+        columns["gradient"] = by_completion(groups, seen.by_sample(seen.gradient()) if seen.samples else [])
     return columns
 
 
@@ -312,31 +324,12 @@ def _of_others(term: Callable[..., object]) -> bool:
     return fact(term, "of_demonstrations") or set(fact(term, "reads")) == {"value"}
 
 
-def _gradient(algorithm: Algorithm, terms: Terms, weight_N: Tensor) -> Tensor:
-    """|dLoss / dlog-prob| of each token, without an entropy bonus."""
-    with torch.enable_grad():
-        logp_N = terms.logp_M.detach().requires_grad_()
-        moved = replace(terms, logp_M=logp_N, log_ratio_M=logp_N - terms.behavior_logp_M)
-        return torch.autograd.grad((weight_N * algorithm.loss(moved)).sum(), logp_N)[0].abs().float()
-
-
-def _spread(seen: Seen, function: Callable[[Terms, Tensor], Tensor], algorithm: Algorithm) -> list[np.ndarray]:
-    """A number for each trained token (N,) of updates as one array (n,) for each completion, 0 at tokens that are not trained."""
-    if not seen:
-        return []
-    weight_N = torch.from_numpy(np.concatenate([sample.weight[sample.weight != 0] for sample, _ in seen]))
-    values_N = function(terms_of(seen, algorithm), weight_N).numpy()
-    ends = np.cumsum([np.count_nonzero(sample.weight) for sample, _ in seen])[:-1]
-    columns = []
-    for (sample, _), values in zip(seen, np.split(values_N, ends), strict=True):
-        columns.append(np.zeros(sample.completion.size, values_N.dtype))
-        columns[-1][sample.weight != 0] = values
-    return columns
-
-
-def by_completion(groups: Sequence[Scored], seen: Seen) -> list[list[np.ndarray]]:
-    """Numbers per token of samples, in the order of the groups' completions; empty where there are none."""
-    numbers = {(sample.group, sample.index): values for sample, values in seen}
+def by_completion(groups: Sequence[Scored], pairs: Iterable[tuple[Sample, np.ndarray]]) -> list[list[np.ndarray]]:
+    """Numbers per token of samples, added up for each completion, in the order of the groups; empty where there are none."""
+    numbers: dict[tuple[str, int], np.ndarray] = {}
+    for sample, values in pairs:
+        key = sample.group, sample.index
+        numbers[key] = numbers[key] + values if key in numbers else values
     nothing = np.zeros(0)
     return [[numbers.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
 
@@ -348,23 +341,20 @@ def _drawn_by(groups: Sequence[Scored], version: int | None) -> dict[tuple[str, 
     return {(group.prompt.id, r.index): r.version == version for group in groups for r in group.rollouts}
 
 
-def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[tuple[str, int], np.ndarray]) -> dict[str, float]:
+def _mismatch(seen: Seen, fresh: Mapping[tuple[str, int], np.ndarray]) -> dict[str, float]:
     """Sampled against scored log-probs of tokens that the same weights drew and score; and of all tokens the share whose importance
     weight the correction bounds or drops.
     """
-    if not seen:
+    if not seen.samples:
         return {}
-    terms = terms_of(seen, algorithm)
+    terms, correction = seen.terms, seen.algorithm.correction
     logp_N, sampler_N, segment_N = terms.logp_M, terms.sampler_logp_M, terms.segment_M
     assert sampler_N is not None
-    fresh_N = torch.from_numpy(
-        np.concatenate([fresh.get((s.group, s.index), np.ones(len(s.completion), bool))[s.weight != 0] for s, _ in seen])
-    )
+    fresh_N = seen.column([fresh.get((s.group, s.index), np.ones(s.completion.size)) for s in seen.samples]) > 0
     metrics = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
-    if algorithm.correction is not None and logp_N.numel():
-        unbounded = Correction(level=algorithm.correction.level, high=math.inf)
-        full_N = unbounded(logp_N, sampler_N, segment_N, len(seen)).weight_M
-        used_N = algorithm.correction(logp_N, sampler_N, segment_N, len(seen)).weight_M
+    if correction is not None and logp_N.numel():
+        unbounded = Correction(level=correction.level, high=math.inf)
+        full_N, used_N = (one(logp_N, sampler_N, segment_N, terms.segments).weight_M for one in (unbounded, correction))
         metrics["mismatch/bounded"] = float((used_N != full_N).double().mean())
     return metrics
 
