@@ -21,7 +21,7 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.rollout.vllm.server import CANDIDATES, PLUGIN
-from groupwise.rollout.vllm.weight_sync import Answer, Ask, Facts, buckets, unfit
+from groupwise.rollout.vllm.weight_sync import Answer, Facts, buckets, unfit
 from groupwise.utils import files
 
 ENVIRONMENT = {
@@ -104,8 +104,8 @@ class Colocated:
         self._llm.collective_rpc("finish_weight_update")
         self._label = label
 
-    def answers(self, bodies: Mapping[str, Any], each: int, ask: Ask) -> Iterator[Answer]:
-        """The answers to requests, each as soon as it is complete.  Nobody is asked: `each` and `ask` are for `Servers`."""
+    def answers(self, bodies: Mapping[str, Any]) -> Iterator[Answer]:
+        """The answers to requests, each as soon as it is complete."""
         assert self._llm is not None, "connect first"
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -19,6 +19,7 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ class VllmEngine:
         rows = sum(int(one["rows"]) for one in self.servers.facts)
         # One request more than fits keeps every row busy.
         each = min(-(-rows // group_size) // len(self.servers.facts) + 1, max(1, len(prompts)))
-        for who, name, answer in self.servers.answers(bodies, each, self._ask):
+        for who, name, answer in self._answers(bodies, each):
             yield self._group(who, found[name], answer, group_size, sampling, oldest)
 
     def _episodes(
@@ -213,40 +214,35 @@ class VllmEngine:
             for client, room in zip(self.servers.clients, rows, strict=True)
             if place < room
         ]
-        pool = RequestPool(urls[: len(found)], {}, self._alive, paused=lambda: self._sending, open_ended=True)
+        with (
+            Conversations(self.policy, world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations,
+            self._pool(urls[: len(found)]) as pool,
+        ):
 
-        def listen(name: str) -> None:
-            reply = found[name].reply
-            assert reply is not None
-            reply.add_done_callback(lambda _: pool.tell(name))
+            def listen(name: str) -> None:
+                reply = found[name].reply
+                assert reply is not None
+                reply.add_done_callback(lambda _: pool.tell(name))
 
-        self._pools.add(pool)
-        try:
-            with (
-                Conversations(self.policy, world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations,
-                pool,
-            ):
-                while unbegun or conversations.open:
-                    while unbegun and conversations.open < CONVERSATIONS_PER_ROW * sum(rows):
-                        conversations.begin(found[name := unbegun.popleft()])
-                        listen(name)
-                    who, name, answer = pool.take()
-                    one = found[name]
-                    if who:
-                        (choice,) = self._choices(who, one.prompt, answer, 1, sampling, one.left, oldest)
-                        one.add(choice.tokens, choice.logp, choice.version(self._run).tolist())
-                        one.support += choice.support if sampling.truncates else ()
-                        conversations.turn(one, choice.finish(self.policy.eos_ids))
-                        listen(name)
-                    elif (rollout := conversations.hear(one, self._held or 0)) is None:
-                        pool.put(name, self._turn(one, sampling, seed))
-                    else:
-                        group = groups[one.prompt.id]
-                        group[one.index] = rollout
-                        if len(group) == group_size:
-                            yield tuple(group[index] for index in range(group_size))
-        finally:
-            self._pools.discard(pool)
+            while unbegun or conversations.open:
+                while unbegun and conversations.open < CONVERSATIONS_PER_ROW * sum(rows):
+                    conversations.begin(found[name := unbegun.popleft()])
+                    listen(name)
+                who, name, answer = pool.take()
+                one = found[name]
+                if who:
+                    (choice,) = self._choices(who, one.prompt, answer, 1, sampling, one.left, oldest)
+                    one.add(choice.tokens, choice.logp, choice.version(self._run).tolist())
+                    one.support += choice.support if sampling.truncates else ()
+                    conversations.turn(one, choice.finish(self.policy.eos_ids))
+                    listen(name)
+                elif (rollout := conversations.hear(one, self._held or 0)) is None:
+                    pool.put(name, self._turn(one, sampling, seed))
+                else:
+                    group = groups[one.prompt.id]
+                    group[one.index] = rollout
+                    if len(group) == group_size:
+                        yield tuple(group[index] for index in range(group_size))
 
     def _turn(self, one: Stream, sampling: Sampling, seed: int) -> dict[str, Any]:
         """The body of a request for the next turn of a conversation."""
@@ -259,13 +255,25 @@ class VllmEngine:
         key = stream_keys(seed, f"{one.prompt.id}/{one.turn}", [one.index])
         return self._body(ids, 1, one.left, int(key[0] >> np.uint64(16)), sampling)
 
-    def _ask(self, urls: Sequence[str], bodies: Mapping[str, Any]) -> Iterator[Answer]:
-        """The answers to requests, over a connection to each of these addresses."""
-        pool = RequestPool(urls, bodies, self._alive, paused=lambda: self._sending)
+    def _answers(self, bodies: Mapping[str, Any], each: int) -> Iterator[Answer]:
+        """The answers to requests.  each: how many are at one server at a time."""
+        if isinstance(self.servers, Colocated):
+            yield from self.servers.answers(bodies)
+            return
+        urls = [client.url for client in self.servers.clients for _ in range(each)]
+        with self._pool(urls[: len(bodies)]) as pool:
+            for name, body in bodies.items():
+                pool.put(name, body)
+            yield from pool
+
+    @contextmanager
+    def _pool(self, urls: Sequence[str]) -> Iterator[RequestPool]:
+        """Connections to these addresses, which `close` breaks off."""
+        pool = RequestPool(urls, self._alive, paused=lambda: self._sending)
         self._pools.add(pool)
         try:
             with pool:
-                yield from pool
+                yield pool
         finally:
             self._pools.discard(pool)
 

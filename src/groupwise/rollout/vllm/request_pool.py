@@ -6,7 +6,7 @@ import contextlib
 import queue
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,26 +30,16 @@ class RequestPool:
     Iterate over the answers in a `with` block; leaving it hangs up, and the servers drop what they were still sampling.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        bodies: Mapping[str, Any],
-        alive: Alive | None,
-        paused: Callable[[], bool],
-        *,
-        open_ended: bool = False,
-    ) -> None:
-        """urls: where each connection leads; bodies: requests by name; alive: of servers that this process has started.
+    def __init__(self, urls: Sequence[str], alive: Alive | None, paused: Callable[[], bool]) -> None:
+        """urls: where each connection leads; alive: of servers that this process has started.
 
-        paused: true while the servers may not compute.   open_ended: more requests will follow (`put`).
+        paused: true while the servers may not compute.
         """
-        self._clients = [Client(url) for url in (urls if open_ended else urls[: max(1, len(bodies))])]
-        self._left, self._alive, self._paused = len(bodies), alive, paused
+        self._clients = [Client(url) for url in urls]
+        self._left, self._alive, self._paused = 0, alive, paused
         self._waiting = set[Client]()
         """Those with a request on its way."""
         self._todo: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        for item in (*bodies.items(), *([] if open_ended else [None] * len(self._clients))):
-            self._todo.put(item)
         self._unanswered = 0
         """Short questions in a row that nobody has answered."""
         self._seen: dict[str, tuple[float, float]] = {}
@@ -85,7 +75,7 @@ class RequestPool:
             self._done.put(error)
 
     def put(self, name: str, body: Any) -> None:
-        """One request more, of an open-ended pool."""
+        """Send one request more."""
         self._left += 1
         self._todo.put((name, body))
 

@@ -29,8 +29,6 @@ Facts = Mapping[str, Any]
 """What `groupwise_vllm.Extension.groupwise_facts` says of a server."""
 Answer = tuple[str, str, Any]
 """Who answers, name of the request, what was answered."""
-Ask = Callable[[Sequence[str], Mapping[str, Any]], Iterator[Answer]]
-"""Sends requests, by name, over a connection to each of these addresses."""
 
 PATIENCE = 8.0
 """Seconds within which a healthy server answers a short question."""
@@ -60,10 +58,6 @@ class Servers:
     def names(self) -> list[str]:
         """What the servers are called in messages."""
         return [client.name for client in self.clients]
-
-    def answers(self, bodies: Mapping[str, Any], each: int, ask: Ask) -> Iterator[Answer]:
-        """The answers to requests.  each: how many are at one server at a time."""
-        return ask([client.url for client in self.clients for _ in range(each)], bodies)
 
     def close(self) -> None:
         """Hang up."""
