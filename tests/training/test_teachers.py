@@ -335,7 +335,7 @@ def test_completions_are_drawn_from_the_mixture_and_say_so(tiny_policy: Callable
     for rollout in (rollout for group in groups for rollout in group):
         sample = sample_of(rollout)
         expected = mixture(policy, other, 0.3, sample.prompt, sample)[np.arange(len(rollout)), sample.completion]
-        np.testing.assert_allclose(rollout.behavior_logp, np.log(expected), atol=1e-9)
+        np.testing.assert_allclose(rollout.behavior_logp, np.log(expected), atol=1e-5)  # generate's logits are float32
         assert set(rollout.version) == {5}
     alone = MixedEngine(policy, other, 0.3, max_rows=1).generate(prompts[1:2], group_size=4, sampling=sampling, seed=1)
     assert [r.tokens.tolist() for r in next(alone)] == [r.tokens.tolist() for r in groups[1]], "streams are a completion's own"

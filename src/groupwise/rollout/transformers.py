@@ -72,8 +72,7 @@ class TransformersEngine(InProcess):
         group: list[Rollout] = []
         while rows:
             batch = rows[: self._fitting(rows, sampling)]
-            first, index = batch[0]
-            for rollout in self._batch(batch, sampling, f"{seed}/{first.id}/{index}"):
+            for rollout in self._batch(batch, sampling, seed):
                 group.append(rollout)
                 if len(group) == group_size:
                     yield tuple(group)
@@ -86,11 +85,19 @@ class TransformersEngine(InProcess):
         alike = itertools.takewhile(lambda row: row[0].tokens.size == length, rows[: self.max_rows])
         return sum(1 for _ in alike)
 
-    def _batch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: str) -> list[Rollout]:
-        policy = self.policy
+    def _limit(self, prompt: Prompt, sampling: Sampling) -> int:
+        """Most tokens of a prompt's completions."""
+        return completion_limit(self.policy, prompt, sampling)
+
+    def _watch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: int) -> Watch:
+        """The last of a batch's logits processors."""
+        return Watch()
+
+    def _batch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: int) -> list[Rollout]:
+        policy, (first, place) = self.policy, rows[0]
         ids = torch.from_numpy(np.stack([prompt.tokens for prompt, _ in rows])).to(policy.device)
-        limits = [completion_limit(policy, prompt, sampling) for prompt, _ in rows]
-        drawn = self._draw(ids, limits, sampling, seed)
+        limits, watch = [self._limit(prompt, sampling) for prompt, _ in rows], self._watch(rows, sampling, seed)
+        drawn = self._draw(ids, limits, sampling, f"{seed}/{first.id}/{place}", watch=watch)
         return [
             make_rollout(
                 policy,
@@ -150,10 +157,13 @@ class TransformersEngine(InProcess):
         return drawn
 
     @torch.no_grad()
-    def _draw(self, ids: Tensor, limits: list[int], sampling: Sampling, seed: str, cache: Any = None) -> _Drawn:
+    def _draw(
+        self, ids: Tensor, limits: list[int], sampling: Sampling, seed: str, cache: Any = None, watch: Watch | None = None
+    ) -> _Drawn:
         """What is drawn behind rows of ids (R, T), up to a limit for each.   cache: keys and values of their first tokens."""
         policy, model = self.policy, cast(Any, self.policy.model)
-        drawn = _Drawn(Stopping(policy.eos_ids, sampling.stop, policy.tokenizer), limits, truncates=sampling.truncates)
+        stopping = Stopping(policy.eos_ids, sampling.stop, policy.tokenizer)
+        drawn = _Drawn(stopping, limits, watch or Watch(), truncates=sampling.truncates)
         training = [module for module in model.modules() if module.training]
         model.eval()
         # The model's generation_config must not leak in: generate() fills what a config of ours leaves unset from it.
@@ -184,8 +194,8 @@ class TransformersEngine(InProcess):
         return drawn
 
 
-class _Watch(LogitsProcessor):
-    """The last of the logits processors: what it is given is what is drawn from."""
+class Watch(LogitsProcessor):
+    """The last of the logits processors: it notes what is drawn from."""
 
     scores_RV: Tensor
 
@@ -198,7 +208,7 @@ class _Watch(LogitsProcessor):
 class _Drawn(StoppingCriteria):
     """What a call of `generate` draws, noted token by token: of a step's scores (R, V) only what was drawn is kept."""
 
-    def __init__(self, stopping: Stopping, limits: list[int], *, truncates: bool) -> None:
+    def __init__(self, stopping: Stopping, limits: list[int], watch: Watch, *, truncates: bool) -> None:
         """limits: most tokens of each row.   truncates: note which ids could have been drawn."""
         self._stopping, self._limits, self._truncates = stopping, limits, truncates
         self.tokens: list[list[int]] = [[] for _ in limits]
@@ -209,7 +219,7 @@ class _Drawn(StoppingCriteria):
         self.finish: dict[int, Finish] = {}
         """Why each row ended; it draws no further token."""
         self.cache: Any = None
-        self.watch = _Watch()
+        self.watch = watch
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """True for rows that have ended.  The batch continues until all have."""

@@ -9,8 +9,7 @@ M trained positions of a batch   D width
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from groupwise.config.settings import CriticSettings, OptimizerSettings
-from groupwise.models.backbone import checkpointing
 from groupwise.models.policy import Policy
 from groupwise.records import Scored
 from groupwise.training.optimizer import Optimizer
@@ -92,9 +90,3 @@ class Critic:
             gaps = [t - v for group in groups for t, v in zip(group.signals["return"], group.signals["value"], strict=True)]
             gap_N = np.concatenate(gaps)
             self.head.bias += 0.0 if np.isnan(gap_N).all() else float(np.nanmean(gap_N))
-
-    @contextmanager
-    def checkpointing(self, on: bool) -> Iterator[None]:
-        """Recompute the activations of a backbone of its own while inside; a shared one is left to the policy."""
-        with nullcontext() if self.shared else checkpointing(self.policy, on):
-            yield

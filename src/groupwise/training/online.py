@@ -9,7 +9,6 @@ R completions of an optimizer step   N their trained tokens   M trained position
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
-from groupwise.models.backbone import checkpointing
+from groupwise.models import backbone
 from groupwise.models.passes import reshard
 from groupwise.models.policy import Policy
 from groupwise.records import Sample, Scored, Step
@@ -74,7 +73,11 @@ def train_online(
         updates: list[Assessment] = []
         pretraining = critic is not None and number <= critic.settings.pretrain
         shared = critic if critic is not None and critic.shared and not pretraining else None
-        with clock.phase("update"), recomputing(checkpointing, policy, critic):
+        with (
+            clock.phase("update"),
+            backbone.checkpointing(policy, checkpointing),
+            backbone.checkpointing(policy if critic is None else critic.policy, checkpointing),
+        ):
             for part in parts * group.updates_per_rollout:
                 samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
                 now = algorithm if pretraining else steered(algorithm, optimizer, samples)
@@ -109,13 +112,6 @@ def timed(rollouts: Rollouts) -> Iterator[tuple[Clock, int, Collected]]:
         if taken is None:
             return
         yield clock, *taken
-
-
-@contextmanager
-def recomputing(on: bool, policy: Policy, critic: Critic | None) -> Iterator[None]:
-    """Recompute activations of all that is trained while inside (`backbone.checkpointing`)."""
-    with checkpointing(policy, on), nullcontext() if critic is None else critic.checkpointing(on):
-        yield
 
 
 def steered(algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample]) -> Algorithm:
