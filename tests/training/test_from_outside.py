@@ -17,11 +17,14 @@ from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.recipes import load_recipe
-from groupwise.config.settings import GroupSettings
+from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.runs.run import train
+from groupwise.training.groups import RecordedRollouts
 from groupwise.training.loss import Loss
+from groupwise.training.online import train_online
+from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass
 from groupwise.training.samples import weigh
 
@@ -177,6 +180,25 @@ def test_a_term_reads_the_rewards_of_steps(tiny_policy: Callable, scored_group: 
     rows_M = batch.trained_M
     expected = batch.weight_P[rows_M] * torch.tensor([0.0, 1.0, 2.0, 0.5, 0.0]) * seen_M2[:, 0]
     torch.testing.assert_close(value, expected.sum())
+
+
+def test_the_loop_reaches_a_surrogate_in_four_calls(tiny_policy: Callable, scored_group: Callable) -> None:
+    calls: list[str] = []
+
+    def looking(terms: Terms) -> torch.Tensor:
+        frame = sys._getframe(1)
+        while not calls or calls[-1] != "train_online":
+            calls.append(frame.f_code.co_qualname)
+            frame = frame.f_back  # type: ignore[assignment]
+        return -terms.advantage_M * terms.logp_M
+
+    looking.per_token = True
+    policy, group = tiny_policy(), GroupSettings(group_size=2)
+    algorithm = replace(ALGORITHMS["grpo"], surrogate=looking)
+    recorded = RecordedRollouts(lambda number: ([scored_group([1.0, 0.0], [3, 2])], 1), range(1, 2))
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1)
+    next(train_online(policy, algorithm, recorded, optimizer, group=group, budget=100))
+    assert calls == ["Algorithm.loss", "Loss.__call__", "update", "train_online"]
 
 
 def test_a_term_with_a_value_trains_the_critic(steps: Callable) -> None:

@@ -59,12 +59,15 @@ class Algorithm:
     surrogate: Callable[..., Any] = losses.Clipped()  # noqa: RUF009 - frozen
     weights: Callable[..., Any] = weights.SequenceMean()  # noqa: RUF009 - frozen
     dead_groups: Literal["exact", "drop", "refill"] = "exact"
+    """What becomes of groups whose advantages are all 0.  `exact`: they count in every mean, and are not computed where nothing
+    else has a gradient.  `drop`: the means leave them out.  `refill`: further prompts are sampled in their place."""
     truncated: Literal["keep", "mask"] = "keep"
+    """Completions that a limit ended.  `mask`: no token of theirs is trained; means over completions count them."""
     beta: float = 0.0
     """Weight of the KL to the reference; 0: there is no reference."""
     kl: Callable[..., Any] = kl_estimators.K3()  # noqa: RUF009 - frozen
     kl_place: Literal["loss", "reward"] = "loss"
-    """In the reward it is subtracted by `credit`: k1, unless the credit knows others."""
+    """In the loss it is added by `loss`; in the reward it is subtracted by `credit`: k1, unless the credit knows others."""
     entropy_bonus: float = 0.0
     entropy_target: float | None = None
     """Sampled entropy, nats, below which the bonus grows: `adapted`; None: it stays as it is."""
