@@ -4,7 +4,7 @@ A few sequences are computed again, one at a time, in float32, by the model's ow
 is farther from it is taken for the faulty one.  Then one possible cause at a time is applied to the float32 computation: another
 temperature, another truncation, half precision, older weights.  The first that explains 90 % of the difference is named.
 
-n tokens of a completion   V vocabulary
+n tokens of a completion   N tokens of all that is looked at   V vocabulary
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ ROUNDING_MARGIN = 1.5
 """Factor by which rounding errors of two programs that compute the same may differ in size."""
 TRUNCATIONS = (Sampling(top_k=50), Sampling(top_k=20), Sampling(top_p=0.95), Sampling(top_p=0.9), Sampling(top_p=0.8))
 """What engines and checkpoints truncate by where nobody asked for it; beside what the model's own generation config says."""
-
-Columns = list[np.ndarray]
-"""Per completion a number per token (n,); NaN at tokens that the policy did not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,56 +79,51 @@ def diagnose(
     policy: with the weights that scored.   scored: per rollout (n,), nats.
     older: weights that the sampler may have kept, by what they are called.
     """
-    parts = [unbranched(rollout) for rollout in rollouts]
-    rollouts = [part for of_one in parts for part in of_one]
-    scored = [
-        column
-        for of_one, whole in zip(parts, scored, strict=True)
-        for column in np.split(whole, np.cumsum([len(part) for part in of_one])[:-1])
-    ]
-    gaps = [
-        np.abs(r.behavior_logp - s)[r.trained].mean() if r.trained.any() else -1.0 for r, s in zip(rollouts, scored, strict=True)
-    ]
-    chosen = [int(i) for i in np.argsort(gaps)[::-1][:SEQUENCES] if gaps[i] >= 0]
-    if not chosen:
+    parts = [part for rollout, logp in zip(rollouts, scored, strict=True) for part in _stretches(rollout, logp)]
+    parts = [(rollout, logp) for rollout, logp in parts if rollout.trained.any()]
+    if not parts:
         return None
-    meter = _Meter(policy, [rollouts[i] for i in chosen])
-    said = {"scorer": [scored[i] for i in chosen], "sampler": [r.behavior_logp for r in meter.rollouts]}
-    # Of tokens that the policy did not write nothing is said.
-    written = [r.trained for r in meter.rollouts]
-    sides = {name: [np.where(w, c, np.nan)[:TOKENS] for c, w in zip(of, written, strict=True)] for name, of in said.items()}
-    side = max(sides, key=lambda name: _gap(sides[name], meter.truth))
-    found, gap = sides[side], _gap(sides[side], meter.truth)
-    noise = _gap(meter.low(), meter.truth) if policy.autocast or policy.dtype in (torch.bfloat16, torch.float16) else 0.0
+    parts.sort(key=lambda part: float(np.abs(part[0].behavior_logp - part[1])[part[0].trained].mean()), reverse=True)
+    meter = _Meter(policy, [rollout for rollout, _ in parts[:SEQUENCES]])
+    sides = {
+        "scorer": meter.trained([logp for _, logp in parts[:SEQUENCES]]),
+        "sampler": meter.trained([rollout.behavior_logp for rollout in meter.rollouts]),
+    }
+    side = max(sides, key=lambda name: _gap(sides[name], meter.truth_N))
+    measured_N, gap = sides[side], _gap(sides[side], meter.truth_N)
+    noise = _gap(meter.low(), meter.truth_N) if policy.autocast or policy.dtype in (torch.bfloat16, torch.float16) else 0.0
     tried: list[Cause] = []
-    causes = [
-        *meter.causes(found),
-        *(
-            ("stale weights", f"the weights are {name}", lambda old=old: meter.alone(meter.exact(old)))
-            for name, old in (older or {}).items()
-        ),
+    stale = [
+        ("stale weights", f"the weights are {name}", lambda old=old: meter.alone(meter.exact(old)))
+        for name, old in (older or {}).items()
     ]
-    for name, says, compute in causes:
-        cause = Cause(name, says, _explained(found, meter.truth, compute(), noise))
-        tried.append(cause)
-        if cause.explained >= ENOUGH:
-            return Diagnosis(side, gap, cause, tuple(tried))
+    for name, says, compute in (*meter.causes(measured_N), *stale):
+        left = max(0.0, _gap(measured_N, compute()) - noise)
+        tried.append(Cause(name, says, 1.0 - left / gap if gap else 0.0))
+        if tried[-1].explained >= ENOUGH:
+            return Diagnosis(side, gap, tried[-1], tuple(tried))
     tried += meter.roundings(gap)
     return Diagnosis(side, gap, next((cause for cause in tried if cause.explained >= ENOUGH), None), tuple(tried))
 
 
-Candidate = tuple[str, str, Callable[[], Columns]]
-"""A cause's name, how it shows, and the log-probs that it would give."""
+def _stretches(rollout: Rollout, logp: np.ndarray) -> list[tuple[Rollout, np.ndarray]]:
+    """What was drawn behind one context as a rollout, with its part of numbers per token (n,)."""
+    parts = unbranched(rollout)
+    return list(zip(parts, np.split(logp, np.cumsum([len(part) for part in parts])[:-1]), strict=True))
+
+
+Candidate = tuple[str, str, Callable[[], np.ndarray]]
+"""A cause's name, how it shows, and the log-probs (N,) that it would give."""
 
 
 class _Meter:
-    """A few completions, and log-probs of them under one cause at a time."""
+    """A few completions, and log-probs of their N tokens that the policy wrote, under one cause at a time."""
 
     def __init__(self, policy: Policy, rollouts: Sequence[Rollout]) -> None:
         self.policy, self.rollouts = policy, list(rollouts)
         self.model = self.exact(policy)
         self.logits = [self._logits(self.model, rollout) for rollout in self.rollouts]
-        self.truth = self.read()
+        self.truth_N = self.read()
 
     def exact(self, policy: Policy) -> Policy:
         """A policy in float32, or in float64 if that is what it computes in."""
@@ -139,24 +131,29 @@ class _Meter:
         same = policy.dtype == dtype and not policy.autocast
         return policy if same else replace(policy, model=_converted(policy.model, dtype), autocast=False)
 
-    def low(self, dtype: torch.dtype = torch.bfloat16) -> Columns:
+    def trained(self, columns: Sequence[np.ndarray]) -> np.ndarray:
+        """Of numbers per token those of the first tokens that the policy wrote."""
+        return np.concatenate([one[:TOKENS][r.trained[:TOKENS]] for one, r in zip(columns, self.rollouts, strict=True)])
+
+    def low(self, dtype: torch.dtype = torch.bfloat16) -> np.ndarray:
         """By a model that computes in half precision."""
         return self.alone(replace(self.policy, model=_converted(self.policy.model, dtype), autocast=False))
 
-    def alone(self, policy: Policy) -> Columns:
+    def alone(self, policy: Policy) -> np.ndarray:
         """One sequence at a time."""
-        return [self._chosen(i, self._logits(policy, rollout)) for i, rollout in enumerate(self.rollouts)]
+        return self.trained([self._chosen(rollout, self._logits(policy, rollout)) for rollout in self.rollouts])
 
-    def read(self, temperature: float | None = None, support: bool = True, truncated: Sampling | None = None) -> Columns:
+    def read(self, temperature: float | None = None, support: bool = True, truncated: Sampling | None = None) -> np.ndarray:
         """The logits at another temperature, over the whole vocabulary (`support` False), or over another support."""
-        return [self._chosen(i, logits, temperature, support, truncated) for i, logits in enumerate(self.logits)]
+        pairs = zip(self.rollouts, self.logits, strict=True)
+        return self.trained([self._chosen(rollout, logits, temperature, support, truncated) for rollout, logits in pairs])
 
-    def causes(self, measured: Columns) -> Iterator[Candidate]:
+    def causes(self, measured_N: np.ndarray) -> Iterator[Candidate]:
         """Temperature, support, dtype."""
         stated = self.rollouts[0].sampling
         if stated.temperature != 1.0:
             yield "temperature", "they are those of temperature 1", lambda: self.read(1.0)
-        fitted = self._fitted(measured)
+        fitted = self._fitted(measured_N)
         yield "temperature", f"they fit temperature {fitted:.3g}, not {stated.temperature:g}", lambda: self.read(fitted)
         if stated.truncates:
             says = f"they are over the whole vocabulary, not over the tokens that {_cut(stated)} leaves"
@@ -172,7 +169,7 @@ class _Meter:
     def roundings(self, gap: float) -> Iterator[Cause]:
         """Half precision, by the size of its errors: other kernels round otherwise, so the errors themselves are unknown."""
         for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
-            size = _gap(self.low(dtype), self.truth)
+            size = _gap(self.low(dtype), self.truth_N)
             if self.policy.dtype != dtype and gap >= size / ROUNDING_MARGIN:
                 says = f"rounding to {name} makes {size:.2g} nats"
                 yield Cause("dtype", says, 1.0 - max(0.0, gap - ROUNDING_MARGIN * size) / gap)
@@ -185,13 +182,13 @@ class _Meter:
         if sampling.truncates:
             yield sampling
 
-    def _fitted(self, measured: Columns) -> float:
+    def _fitted(self, measured_N: np.ndarray) -> float:
         """The temperature whose log-probs are nearest."""
         low, high = 0.1, 10.0
         best = 1.0
         for _ in range(4):
             grid = np.geomspace(low, high, 15)
-            place = int(np.argmin([_gap(measured, self.read(float(t))) for t in grid]))
+            place = int(np.argmin([_gap(measured_N, self.read(float(t))) for t in grid]))
             best = float(grid[place])
             low, high = float(grid[max(place - 1, 0)]), float(grid[min(place + 1, len(grid) - 1)])
         return best
@@ -207,13 +204,12 @@ class _Meter:
 
     def _chosen(
         self,
-        i: int,
+        rollout: Rollout,
         logits: Tensor,
         temperature: float | None = None,
         support: bool = True,
         truncated: Sampling | None = None,
     ) -> np.ndarray:
-        rollout = self.rollouts[i]
         z = logits / (temperature or rollout.sampling.temperature or 1.0)
         ids = rollout.tokens[: z.shape[0]]
         kept = [torch.from_numpy(s) for s in rollout.support[: z.shape[0]]] if support and rollout.support is not None else None
@@ -243,17 +239,7 @@ def _cut(sampling: Sampling) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
 
 
-def _gap(ours: Columns, other: Columns) -> float:
+def _gap(ours_N: np.ndarray, other_N: np.ndarray) -> float:
     """Mean |difference| over the tokens of which both say something."""
-    both = [np.abs(a - b) for a, b in zip(ours, other, strict=True)]
-    values = np.concatenate([np.zeros(0), *both])
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else 0.0
-
-
-def _explained(measured: Columns, truth: Columns, candidate: Columns, noise: float) -> float:
-    """The share of a difference from the truth that a candidate takes away.   noise: what rounding of the stated precision is."""
-    before = _gap(measured, truth)
-    if before == 0.0:
-        return 0.0
-    return 1.0 - max(0.0, _gap(measured, candidate) - noise) / before
+    gap_N = np.abs(ours_N - other_N)
+    return float(np.nanmean(gap_N)) if not np.isnan(gap_N).all() else 0.0
