@@ -33,7 +33,7 @@ from groupwise.rewards.compose import build_rewards, no_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.plan import Load, microbatch, prepared_weights, process_memory
 from groupwise.training import online
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.loss import Loss
 from groupwise.training.offline import SFT, Objective, train_offline
 from groupwise.training.online import train_online
@@ -174,8 +174,8 @@ class Ours:
         steps = train_online(
             self.policy,
             self.algorithm,
-            sampled_rollouts(
-                self.algorithm,
+            SampledRollouts(
+                algorithm=self.algorithm,
                 engine=engine,
                 rewards=rewards,
                 draw=lambda count: prompts_of(work, next(visits))[:count],

@@ -105,7 +105,7 @@ def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> 
     from groupwise.config.settings import GroupSettings, RewardSettings
     from groupwise.records import Sampling
     from groupwise.rewards.compose import build_rewards
-    from groupwise.training.groups import sampled_rollouts
+    from groupwise.training.groups import SampledRollouts
     from groupwise.training.online import train_online
 
     visits = iter(range(10**6))
@@ -114,8 +114,8 @@ def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> 
     yield from train_online(
         policy,
         resolve("grpo", group, work.completion),
-        sampled_rollouts(
-            resolve("grpo", group, work.completion),
+        SampledRollouts(
+            algorithm=resolve("grpo", group, work.completion),
             engine=engine,
             rewards=build_rewards([RewardSettings(function="_workload:reward")], columns=["dead"]),
             draw=lambda count: prompts_of(work, next(visits))[:count],

@@ -51,7 +51,7 @@ from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
 from groupwise.runs.progress import COLUMNS, LOSS, Progress
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
 from groupwise.training.online import train_online
@@ -558,8 +558,8 @@ def test_ten_steps_of_the_one_file_are_the_librarys(
             train_online(
                 policy,
                 resolve("grpo", settings, longest),
-                sampled_rollouts(
-                    resolve("grpo", settings, longest),
+                SampledRollouts(
+                    algorithm=resolve("grpo", settings, longest),
                     engine=NativeEngine(policy, max_rows=7),
                     rewards=rewards,
                     draw=draw,

@@ -34,7 +34,7 @@ from groupwise.rollout.dynamic_sampling import GroupSampler
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.run import train
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.loss import Loss
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -84,8 +84,8 @@ def test_p09_gpt2_as_it_is_configured_starts_at_its_reference() -> None:
     loop = train_online(
         policy,
         resolve("grpo", settings, 8),
-        sampled_rollouts(
-            resolve("grpo", settings, 8),
+        SampledRollouts(
+            algorithm=resolve("grpo", settings, 8),
             engine=NativeEngine(policy, max_rows=8),
             rewards=RuleRewards(odd),
             draw=lambda k: prompts_of(1, 5, 9)[:k],

@@ -55,7 +55,7 @@ from groupwise.runs.policies import hold
 from groupwise.runs.run import Run, train
 from groupwise.runs.saving import reader
 from groupwise.training.critics import Critic
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -168,8 +168,8 @@ def online(
         for step in train_online(
             policy,
             algorithm,
-            sampled_rollouts(
-                algorithm,
+            SampledRollouts(
+                algorithm=algorithm,
                 engine=sampler,
                 rewards=RuleRewards(reward_of, ("judge",)),
                 draw=lambda k: [rename(rows[row], epoch) for epoch, row in order.take(k)],

@@ -26,7 +26,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -65,8 +65,8 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
     return train_online(
         policy,
         algorithm,
-        sampled_rollouts(
-            algorithm,
+        SampledRollouts(
+            algorithm=algorithm,
             engine=NativeEngine(policy, max_rows=16),
             rewards=RuleRewards(even_or_long),
             draw=lambda k: [next(prompts) for _ in range(k)],

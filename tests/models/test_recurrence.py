@@ -15,6 +15,7 @@ import pytest
 import torch
 from planted import randomise
 from sample_texts import TOKENIZER
+from steps import score_rollouts
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -48,7 +49,6 @@ from groupwise.records import Episode, Finish, Prompt, Sample, Sampling
 from groupwise.rollout.native import engine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.native.kv_cache import KVCache
-from groupwise.training.passes import score_rollouts
 
 SMALL = {
     "vocab_size": len(TOKENIZER),

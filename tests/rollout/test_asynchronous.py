@@ -27,7 +27,7 @@ from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.run import train
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import score
@@ -77,8 +77,8 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
         return engine, train_online(
             policy,
             corrected(resolve("grpo", settings, 8), CorrectionSettings()),
-            sampled_rollouts(
-                corrected(resolve("grpo", settings, 8), CorrectionSettings()),
+            SampledRollouts(
+                algorithm=corrected(resolve("grpo", settings, 8), CorrectionSettings()),
                 engine=engine,
                 rewards=RuleRewards(even),
                 draw=lambda k: [prompt(next(places)) for _ in range(k)],

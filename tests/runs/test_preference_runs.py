@@ -27,7 +27,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.run import train
 from groupwise.runs.stages import train_recipe
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 
@@ -203,8 +203,8 @@ def test_gpt2_with_dropout_scores_what_it_sampled_p08_p09(tiny_policy: Callable[
     steps = train_online(
         policy,
         resolve("grpo", group, 12),
-        sampled_rollouts(
-            resolve("grpo", group, 12),
+        SampledRollouts(
+            algorithm=resolve("grpo", group, 12),
             engine=NativeEngine(policy, max_rows=8),
             rewards=rewards,
             draw=draw,

@@ -26,7 +26,7 @@ from groupwise.records import Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import sampled_elsewhere
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.loss import Loss
 from groupwise.training.metrics import measure
 from groupwise.training.online import train_online
@@ -169,8 +169,8 @@ def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, t
     steps = train_online(
         policy,
         algorithm,
-        sampled_rollouts(
-            algorithm,
+        SampledRollouts(
+            algorithm=algorithm,
             engine=NativeEngine(sampler, max_rows=16),
             rewards=RuleRewards(remainder),
             draw=lambda k: [next(prompts) for _ in range(k)],

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rule_rewards import RuleRewards
+from steps import score_rollouts
 
 from groupwise.algorithms.advantages import Process
 from groupwise.algorithms.resolve import corrected, resolve
@@ -28,13 +29,13 @@ from groupwise.rewards.step_signals import with_turns
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.closed_form import closed_form
 from groupwise.training.critics import Critic
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.loss import Loss, with_gradient
 from groupwise.training.metrics import completion_metrics, episode_metrics, measure
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.passes import Assessment, BatchPass, batches_of, score, score_rollouts
+from groupwise.training.passes import Assessment, BatchPass, batches_of, score
 from groupwise.training.samples import sample_of, unbranched, weigh
 from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher
@@ -355,8 +356,8 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
     steps = train_online(
         policy,
         algorithm,
-        sampled_rollouts(
-            algorithm,
+        SampledRollouts(
+            algorithm=algorithm,
             engine=NativeEngine(policy, max_rows=5, world=world),
             rewards=RuleRewards(remainder),
             draw=lambda k: [next(prompts) for _ in range(k)],

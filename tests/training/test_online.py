@@ -26,7 +26,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.metrics import reward_metrics
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -67,8 +67,8 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
         return policy, train_online(
             policy,
             algorithm,
-            sampled_rollouts(
-                algorithm,
+            SampledRollouts(
+                algorithm=algorithm,
                 engine=engine or NativeEngine(policy, max_rows=8),
                 rewards=RuleRewards(rule),
                 draw=lambda k: [next(prompts) for _ in range(k)],

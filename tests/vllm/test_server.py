@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from steps import score_rollouts
 
 from groupwise.errors import EngineError, PeerError
 from groupwise.models.attention import plain_attention
@@ -31,7 +32,7 @@ from groupwise.rollout.vllm.engine import EXACT, VllmEngine
 from groupwise.rollout.vllm.request_pool import computed_tokens
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.runs.engines import agreeing
-from groupwise.training.passes import score, score_rollouts
+from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

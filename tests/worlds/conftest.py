@@ -19,7 +19,7 @@ from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.training.critics import Critic
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.teachers import Teacher
@@ -82,8 +82,8 @@ class World:
         yield from train_online(
             self.policy,
             corrected(algorithm, CorrectionSettings()) if ahead else algorithm,
-            sampled_rollouts(
-                corrected(algorithm, CorrectionSettings()) if ahead else algorithm,
+            SampledRollouts(
+                algorithm=corrected(algorithm, CorrectionSettings()) if ahead else algorithm,
                 engine=engine or NativeEngine(self.policy, max_rows=256),
                 rewards=RuleRewards(self.rule),
                 draw=self.draw,

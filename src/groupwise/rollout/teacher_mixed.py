@@ -25,7 +25,7 @@ from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.engine import check_request, completion_limit
 from groupwise.rollout.sampling import draw, stream_keys, uniforms
-from groupwise.rollout.transformers import TransformersEngine, Watch
+from groupwise.rollout.transformers import ScoreWatch, TransformersEngine
 
 
 class MixedEngine(TransformersEngine):
@@ -67,7 +67,7 @@ class MixedEngine(TransformersEngine):
         with plain_attention(self.teacher.model):
             return super()._batch(rows, sampling, seed)
 
-    def _watch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: int) -> Watch:
+    def _watch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: int) -> ScoreWatch:
         keys_R = np.concatenate([stream_keys(seed, prompt.id, [index]) for prompt, index in rows])
         uniform_RT = uniforms(keys_R, max(self._limit(prompt, sampling) for prompt, _ in rows))
         policy = self.policy
@@ -76,7 +76,7 @@ class MixedEngine(TransformersEngine):
         )
 
 
-class _Mixture(Watch):
+class _Mixture(ScoreWatch):
     """Draws each row's next token from the mixture, by the completion's own uniform numbers, and leaves no other to be drawn."""
 
     def __init__(self, teacher: Policy, mix: float, temperature: float, vocabulary: int, uniform_RT: Tensor) -> None:

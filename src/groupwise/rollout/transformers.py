@@ -89,9 +89,9 @@ class TransformersEngine(InProcess):
         """Most tokens of a prompt's completions."""
         return completion_limit(self.policy, prompt, sampling)
 
-    def _watch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: int) -> Watch:
+    def _watch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: int) -> ScoreWatch:
         """The last of a batch's logits processors."""
-        return Watch()
+        return ScoreWatch()
 
     def _batch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: int) -> list[Rollout]:
         policy, (first, place) = self.policy, rows[0]
@@ -158,12 +158,12 @@ class TransformersEngine(InProcess):
 
     @torch.no_grad()
     def _draw(
-        self, ids: Tensor, limits: list[int], sampling: Sampling, seed: str, cache: Any = None, watch: Watch | None = None
+        self, ids: Tensor, limits: list[int], sampling: Sampling, seed: str, cache: Any = None, watch: ScoreWatch | None = None
     ) -> _Drawn:
         """What is drawn behind rows of ids (R, T), up to a limit for each.   cache: keys and values of their first tokens."""
         policy, model = self.policy, cast(Any, self.policy.model)
         stopping = Stopping(policy.eos_ids, sampling.stop, policy.tokenizer)
-        drawn = _Drawn(stopping, limits, watch or Watch(), truncates=sampling.truncates)
+        drawn = _Drawn(stopping, limits, watch or ScoreWatch(), truncates=sampling.truncates)
         training = [module for module in model.modules() if module.training]
         model.eval()
         # The model's generation_config must not leak in: generate() fills what a config of ours leaves unset from it.
@@ -194,7 +194,7 @@ class TransformersEngine(InProcess):
         return drawn
 
 
-class Watch(LogitsProcessor):
+class ScoreWatch(LogitsProcessor):
     """The last of the logits processors: it notes what is drawn from."""
 
     scores_RV: Tensor
@@ -208,7 +208,7 @@ class Watch(LogitsProcessor):
 class _Drawn(StoppingCriteria):
     """What a call of `generate` draws, noted token by token: of a step's scores (R, V) only what was drawn is kept."""
 
-    def __init__(self, stopping: Stopping, limits: list[int], watch: Watch, *, truncates: bool) -> None:
+    def __init__(self, stopping: Stopping, limits: list[int], watch: ScoreWatch, *, truncates: bool) -> None:
         """limits: most tokens of each row.   truncates: note which ids could have been drawn."""
         self._stopping, self._limits, self._truncates = stopping, limits, truncates
         self.tokens: list[list[int]] = [[] for _ in limits]

@@ -35,7 +35,7 @@ from groupwise.runs.policies import critic_of, hold, reference_of, teacher_of
 from groupwise.runs.prepare import Prepared, closed_on_error, eval_sampling, sampling_of
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
-from groupwise.training.groups import sampled_rollouts
+from groupwise.training.groups import SampledRollouts
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online
@@ -254,8 +254,8 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
 
     def loop(done: int) -> Iterator[Step]:
         sampler.set_version(optimizer.taken)
-        rollouts = sampled_rollouts(
-            algorithm,
+        rollouts = SampledRollouts(
+            algorithm=algorithm,
             engine=sampler,
             rewards=rewards,
             draw=visits,

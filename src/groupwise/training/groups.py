@@ -11,14 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from groupwise.algorithms.table import Algorithm
-from groupwise.config.settings import GroupSettings
 from groupwise.errors import RewardError
-from groupwise.records import Sampling, Scored
-from groupwise.rewards.compose import Judge
+from groupwise.records import Scored
 from groupwise.rollout.asynchronous import PrefetchedRollouts
-from groupwise.rollout.dynamic_sampling import Collected, Draw, GroupSampler
-from groupwise.rollout.engine import Engine
+from groupwise.rollout.dynamic_sampling import Collected, GroupSampler
 
 COMPUTED = ("reference_logp", "scored_logp", "teacher_logp", "value", "return")
 """Signals that training computes."""
@@ -37,10 +33,9 @@ class Rollouts(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampledRollouts:
-    """Groups that are sampled for each step, when it is their turn or ahead of it."""
+class SampledRollouts(GroupSampler):
+    """Groups that are sampled for steps `done` + 1 to `steps`, when it is their turn or ahead of it."""
 
-    source: GroupSampler
     steps: int
     """The last step's number."""
     done: int = 0
@@ -53,9 +48,9 @@ class SampledRollouts:
         silent = masked = 0
         most = min(IDLE_STEPS, self.steps)
         for number in range(self.done + 1, self.steps + 1):
-            groups, drawn = self.ahead.take(number, self.steps, self.source)
+            groups, drawn = self.ahead.take(number, self.steps, self)
             unscored = bool(groups[0].names) and all(np.isnan(group.reward).all() for group in groups)
-            cut = self.source.algorithm.truncated == "mask" and all(one.truncated for group in groups for one in group.rollouts)
+            cut = self.algorithm.truncated == "mask" and all(one.truncated for group in groups for one in group.rollouts)
             silent, masked = silent + 1 if unscored else 0, masked + 1 if cut else 0
             if silent >= IDLE_STEPS:
                 raise RewardError(
@@ -71,25 +66,7 @@ class SampledRollouts:
 
     def sync(self, version: int) -> None:
         """Hand the policy's weights to the engine."""
-        self.source.engine.set_version(version)
-
-
-def sampled_rollouts(
-    algorithm: Algorithm,
-    *,
-    engine: Engine,
-    rewards: Judge,
-    draw: Draw,
-    group: GroupSettings,
-    sampling: Sampling,
-    steps: int,
-    done: int = 0,
-    ahead: PrefetchedRollouts | None = None,
-    seed: int = 0,
-) -> SampledRollouts:
-    """Groups of prompts from `draw`, sampled by `engine` and scored by `rewards`, for steps `done` + 1 to `steps`."""
-    source = GroupSampler(engine=engine, rewards=rewards, draw=draw, algorithm=algorithm, group=group, sampling=sampling, seed=seed)
-    return SampledRollouts(source=source, steps=steps, done=done, ahead=ahead or PrefetchedRollouts())
+        self.engine.set_version(version)
 
 
 @dataclass(frozen=True, slots=True)

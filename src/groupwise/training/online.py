@@ -50,7 +50,7 @@ def train_online(
     """Train `policy` in place on groups; yield a `Step` after every rollout and its updates.
 
     The same from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
-    rollouts: the groups of each step: sampled (`groups.sampled_rollouts`), recorded, or yours.
+    rollouts: the groups of each step: sampled (`groups.SampledRollouts`), recorded, or yours.
     budget: packed positions per forward and backward pass; it cannot change an update.
     reference: frozen.   It, critic and teacher are there exactly when the algorithm needs them (`Algorithm.needs`).
     Raises Diverged, RewardError, EngineError.

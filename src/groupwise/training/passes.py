@@ -25,9 +25,8 @@ from groupwise.models.passes import ForwardOutput, forward, packed_for, reshard
 from groupwise.models.policy import Policy
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import FusedLoss, PositionSupport, WholeLoss, chosen_logprobs
-from groupwise.records import Batch, Rollout, Sample
+from groupwise.records import Batch, Sample
 from groupwise.training.optimizer import StepStats
-from groupwise.training.samples import sample_of
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -236,11 +235,6 @@ def seen_by(head: FusedLoss | WholeLoss) -> Tensor:
     """What a loss of log-probs reports: them (M,), or with their entropies (M, 2)."""
     logp_M, entropy_M = head.logp_M, head.entropy_M
     return logp_M if entropy_M is None else torch.stack([logp_M.detach(), entropy_M.detach()], 1)
-
-
-def score_rollouts(policy: Policy, rollouts: Sequence[Rollout], *, budget: int) -> list[np.ndarray]:
-    """Per rollout (n,): the policy's log-probs, each token's behind what it was drawn behind; see `score`."""
-    return score(policy, [sample_of(rollout) for rollout in rollouts], budget=budget).logp
 
 
 def balance(updates: Sequence[Assessment]) -> dict[str, float]:

@@ -109,7 +109,7 @@ def test_log_probs_of_an_episode_are_those_of_a_forward_pass(talking, own):
 def test_an_openai_client_is_trained(talking):
     from groupwise.algorithms.resolve import resolve
     from groupwise.config.settings import OptimizerSettings
-    from groupwise.training.groups import sampled_rollouts
+    from groupwise.training.groups import SampledRollouts
     from groupwise.training.online import train_online
     from groupwise.training.optimizer import Optimizer
 
@@ -120,8 +120,8 @@ def test_an_openai_client_is_trained(talking):
         train_online(
             policy,
             resolve("grpo", group, sampling.max_new_tokens),
-            sampled_rollouts(
-                resolve("grpo", group, sampling.max_new_tokens),
+            SampledRollouts(
+                algorithm=resolve("grpo", group, sampling.max_new_tokens),
                 engine=engine,
                 rewards=RuleRewards(lambda rollout: rollout.episode.reward),
                 draw=lambda k: [next(asked) for _ in range(k)],
