@@ -12,22 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Optional
+from typing import Literal
 
 import numpy as np
-from annotated_types import Ge, Le
 
 from groupwise.algorithms.kl_estimators import k3_numbers
-from groupwise.algorithms.parts import Credit, called, checked_advantages, options, with_options
+from groupwise.algorithms.parts import Credit, MaybeShare, NotNegative, Share, called, checked_advantages, options, with_options
 from groupwise.errors import ConfigError
 from groupwise.records import TIE, Rollout, Scored, alike
 
 Advantages = list[list[np.ndarray]]
 Freedom = Literal[0, 1]
 """ddof of a standard deviation: 1 divides by n - 1 (TRL), 0 by n (the paper)."""
-NotNegative = Annotated[float, Ge(0.0)]
-Share = Annotated[float, Ge(0.0), Le(1.0)]
-MaybeShare = Optional[Share]  # noqa: UP045 - `|` of annotated types is for type checkers no value
 LOGP_ROUNDING = 1e-5
 """Nats, root mean square over tokens: two computations of one log-prob in float32 lie no further apart."""
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING
 
-from annotated_types import Ge, Gt, Le
-
-from groupwise.algorithms.parts import Divergence
+from groupwise.algorithms.parts import Divergence, MaybeCount, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MaybeCount = Optional[Annotated[int, Gt(0)]]  # noqa: UP045 - `|` of annotated types is for type checkers no value
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,7 @@ class Jsd(Divergence):
     (GKD, 2306.13649, eq. 1), `ops.distillation.jsd`.
     """
 
-    beta: Annotated[float, Ge(0.0), Le(1.0)] = 1.0
+    beta: Share = 1.0
     top_k: MaybeCount = None
 
     def __call__(self, log_q_CV: Tensor, log_p_CV: Tensor) -> Tensor:

@@ -11,15 +11,11 @@ R completions of the step   n_i trained tokens of completion i   N their sum
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Optional
 
 import numpy as np
-from annotated_types import Gt
 from numpy.typing import ArrayLike
 
-from groupwise.algorithms.parts import Weights
-
-MaybeLength = Optional[Annotated[int, Gt(0)]]  # noqa: UP045 - `|` of annotated types is for type checkers no value
+from groupwise.algorithms.parts import MaybeCount, Weights
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class TokenMean(Weights):
 class Constant(Weights):
     """`1 / (R length)`, length = longest allowed completion: no length bias at all (Dr. GRPO, 2503.20783)."""
 
-    length: MaybeLength = None
+    length: MaybeCount = None
     """None: `rollout.max_new_tokens`, filled in by `resolve`."""
 
     def __call__(self, tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from groupwise.algorithms.divergences import Jsd
-from groupwise.algorithms.parts import Ratio, Surrogate, Term
+from groupwise.algorithms.parts import MaybeAboveOne, MaybeNotNegative, NotNegative, Positive, Ratio, Surrogate, Term
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +27,6 @@ LIMIT = 20.0
 """Nats beyond which an exponential continues as its tangent, so that neither a value nor a gradient overflows in float32."""
 FLOOR = math.log(1e-8)
 """VESPO's lower bound of a sequence's log-ratio, nats."""
-
-NotNegative = Annotated[float, Ge(0.0)]
-Positive = Annotated[float, Gt(0.0)]
-MaybeNotNegative = Optional[NotNegative]  # noqa: UP045 - `|` of annotated types is for type checkers no value
-AboveOne = Annotated[float, Gt(1.0)]
-MaybeAboveOne = Optional[AboveOne]  # noqa: UP045 - `|` of annotated types is for type checkers no value
 
 
 class Mismatch(NamedTuple):
@@ -155,7 +149,7 @@ class Cispo(Surrogate):
     `cap` bounds the ratio itself; it is not an excess over 1.
     """
 
-    cap: AboveOne = 5.0
+    cap: Annotated[float, Gt(1.0)] = 5.0
     per_token = True
 
     def __call__(self, terms: Terms) -> Tensor:

@@ -19,15 +19,26 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, cast, get_type_hints
 
 import numpy as np
+from annotated_types import Ge, Gt, Le
 
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.records import Scored
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+NotNegative = Annotated[float, Ge(0.0)]
+Positive = Annotated[float, Gt(0.0)]
+Share = Annotated[float, Ge(0.0), Le(1.0)]
+# `|` of annotated types is for type checkers no value.
+MaybeNotNegative = Optional[NotNegative]  # noqa: UP045
+MaybeAboveOne = Optional[Annotated[float, Gt(1.0)]]  # noqa: UP045
+MaybeShare = Optional[Share]  # noqa: UP045
+MaybeCount = Optional[Annotated[int, Gt(0)]]  # noqa: UP045
 
 
 class Part:
