@@ -372,10 +372,10 @@ class Sample:
     """int64 (n,)."""
     weight: np.ndarray
     """(n,), fixed once per optimizer step; 0 = not trained, and no logits are computed for it."""
-    advantage: np.ndarray
-    """(n,), always per token."""
-    behavior_logp: np.ndarray
-    """(n,), nats."""
+    advantage: np.ndarray = None  # type: ignore[assignment]
+    """(n,), always per token.  Default: 0."""
+    behavior_logp: np.ndarray = None  # type: ignore[assignment]
+    """(n,), nats.  Default: 0, of what nobody sampled."""
     temperature: float = 1.0
     reference_logp: np.ndarray | None = None
     support: tuple[np.ndarray, ...] | None = None
@@ -384,6 +384,9 @@ class Sample:
     `return`), of demonstrations beside them the factors `lm` and `taught`, of pairs and steps `pool`, `margin`, `lm`, `label`."""
 
     def __post_init__(self) -> None:
+        for name in ("advantage", "behavior_logp"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, np.zeros(self.completion.size))
         assert self.prompt.ndim == 1 and self.prompt.size >= 1, "a sample's prompt has at least one token"
         assert self.temperature > 0.0, f"temperature must be positive to be scored, got {self.temperature}"
         columns = {"weight": self.weight, "advantage": self.advantage, "behavior_logp": self.behavior_logp, **self.extra}

@@ -216,13 +216,8 @@ class LoadedPolicy(Policy):
             if question.tokens.size + ids.size > self.context:
                 length = f"{question.tokens.size} and {ids.size} tokens"
                 raise DataError(f"prompt and completion {place} have {length}, more than the context of {self.context}")
-            nothing = np.zeros(ids.size)
-            samples.append(
-                Sample(
-                    group=f"{place}", prompt=question.tokens, completion=ids, weight=np.ones(ids.size),
-                    advantage=nothing, behavior_logp=nothing, temperature=temperature,
-                )
-            )  # fmt: skip
+            weight = np.ones(ids.size)
+            samples.append(Sample(group=f"{place}", prompt=question.tokens, completion=ids, weight=weight, temperature=temperature))
         found = score(self, samples, budget=POSITIONS).logp
         return found[0] if single else found
 

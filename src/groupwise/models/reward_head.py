@@ -141,16 +141,7 @@ def readout(group: str, prompt: np.ndarray, completion: np.ndarray, weight: np.n
     Row 0 is the state after the prompt.  Row j < n also predicts token j; row n predicts nothing (its target is a filler).
     """
     filler = completion[-1:] if completion.size else prompt[-1:]
-    nothing = np.zeros(completion.size + 1)
-    return Sample(
-        group=group,
-        prompt=prompt,
-        completion=np.concatenate([completion, filler]),
-        weight=weight,
-        advantage=nothing,
-        behavior_logp=nothing,
-        extra=extra,
-    )
+    return Sample(group=group, prompt=prompt, completion=np.concatenate([completion, filler]), weight=weight, extra=extra)
 
 
 def head_scores(policy: Policy, hidden_MD: Tensor) -> Tensor:

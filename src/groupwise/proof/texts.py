@@ -162,8 +162,7 @@ def _sample(policy: Policy, group: str, prompt: np.ndarray, completion: np.ndarr
     weight = np.random.default_rng(prompt.size).random(completion.size) + 0.1
     if reads_tokens(policy):  # what is read is the state behind the last token
         return readout(group, prompt, completion, np.append(np.zeros(completion.size), weight[-1]))
-    nothing = np.zeros(completion.size)
-    return Sample(group=group, prompt=prompt, completion=completion, weight=weight, advantage=nothing, behavior_logp=nothing)
+    return Sample(group=group, prompt=prompt, completion=completion, weight=weight)
 
 
 class _NoText:

@@ -31,7 +31,6 @@ Row = TypeVar("Row")
 class Objective(Generic[Row]):
     """One row of the table of data-set objectives."""
 
-    name: str
     samples: Callable[[Sequence[Row]], list[Sample]]
     """The rows of one optimizer step -> their samples, weights final."""
     loss: BatchLoss
@@ -131,8 +130,6 @@ def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
             prompt=row.prompt,
             completion=row.completion,
             weight=np.full(row.completion.size, weight),
-            advantage=np.ones(row.completion.size),
-            behavior_logp=np.zeros(row.completion.size),
         )
         for i, (row, weight) in enumerate(zip(rows, weight_R, strict=True))
     ]
@@ -148,7 +145,6 @@ def token_nll(passed: BatchPass) -> tuple[Tensor, Tensor]:
 
 
 SFT: Objective[Demonstration] = Objective(
-    name="sft",
     samples=demonstration_samples,
     loss=token_nll,
     measure=lambda rows, found: {"nll": found.loss, "perplexity": float(np.exp(min(found.loss, 50.0)))},

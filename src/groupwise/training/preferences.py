@@ -44,7 +44,6 @@ BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 def reward_objective(settings: RewardModelSettings) -> Objective[Pair]:
     """Bradley-Terry on pooled scores, with the data's margins, optional centring and a language-model loss on both sides."""
     return Objective(
-        name="reward",
         samples=partial(reward_samples, pooling=settings.pooling, lm_coefficient=settings.lm_coefficient),
         loss=partial(reward_loss, centering=settings.centering, lm=settings.lm_coefficient > 0.0),
         measure=lambda rows, found: compared(*_sides(pooled(found))),
@@ -120,7 +119,6 @@ def dpo_objective(settings: PairSettings) -> Objective[Anchored]:
     """DPO's logistic or IPO's squared loss on log-ratios to the reference; their difference is the implicit reward."""
     rewards = partial(implicit_rewards, beta=settings.beta, mean=settings.loss == "ipo")
     return Objective(
-        name="dpo",
         samples=dpo_samples,
         loss=partial(pair_loss, settings=settings),
         measure=lambda rows, found: compared(*_sides(rewards(found))),
@@ -197,7 +195,6 @@ def _step_metrics(rows: Sequence[Solution], assessment: Assessment) -> dict[str,
 
 
 PROCESS: Objective[Solution] = Objective(
-    name="prm",
     samples=process_samples,
     loss=process_loss,
     measure=_step_metrics,
@@ -296,16 +293,8 @@ def with_replay(new: Sequence[Pair], old: Sequence[Pair], share: float, seed: in
 def _spoken(
     group: str, prompt: np.ndarray, completion: np.ndarray, weight: float, reference_logp: np.ndarray | None = None
 ) -> Sample:
-    nothing = np.zeros(completion.size)
-    return Sample(
-        group=group,
-        prompt=prompt,
-        completion=completion,
-        weight=np.full(completion.size, weight),
-        advantage=nothing,
-        behavior_logp=nothing,
-        reference_logp=reference_logp,
-    )
+    weight_n = np.full(completion.size, weight)
+    return Sample(group=group, prompt=prompt, completion=completion, weight=weight_n, reference_logp=reference_logp)
 
 
 def _pairs_of(batch: Batch) -> tuple[list[int], list[int], list[int]]:

@@ -72,7 +72,7 @@ def sample_of(
         prompt=rollout.prompt.tokens,
         completion=rollout.tokens,
         weight=np.where(rollout.trained, weight, 0.0),
-        advantage=np.zeros(len(rollout)) if advantage is None else advantage,
+        advantage=advantage,  # type: ignore[arg-type]
         # Tokens that the policy did not write have no log-prob; an engine may have noted any number.
         behavior_logp=rollout.behavior_logp if rollout.trained.all() else np.where(rollout.trained, rollout.behavior_logp, 0.0),
         temperature=rollout.sampling.temperature or 1.0,

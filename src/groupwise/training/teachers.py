@@ -66,8 +66,6 @@ class Demonstrations:
                     prompt=row.prompt,
                     completion=row.completion,
                     weight=ones,
-                    advantage=0.0 * ones,
-                    behavior_logp=0.0 * ones,
                     extra={f"{WEIGHT}demonstration_loss": self.lm * ones, f"{WEIGHT}teacher_divergence": self.divergence * ones},
                 )
             )
