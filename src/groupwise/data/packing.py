@@ -41,6 +41,8 @@ class Span:
     """The tokens are `completion[begin:end]`."""
     prompt: np.ndarray
     """The ids that stand before them and may be shared: the sample's prompt, or a context that does not begin with it."""
+    key: bytes
+    """Of the prompt: equal prompts have equal ones."""
     between: np.ndarray
     """The ids of the context between the sample's prompt and the tokens."""
 
@@ -162,7 +164,7 @@ def _pieces(owner: int, sample: Sample) -> list[Span]:
     for begin, end, context in stretches(sample.completion.size, sample.prompt, sample.branches):
         if sample.weight[begin:end].any():
             size = sample.prompt.size if np.array_equal(context[: sample.prompt.size], sample.prompt) else context.size
-            pieces.append(Span(owner, begin, end, context[:size], context[size:]))
+            pieces.append(Span(owner, begin, end, context[:size], context[:size].tobytes(), context[size:]))
     return pieces
 
 
@@ -195,9 +197,8 @@ def _units(samples: Sequence[Sample], budget: int, share: bool, alike: Callable[
 
 def _positions(pieces: Sequence[Span], shared: bool) -> int:
     """Positions that pieces take, next to each other; each prompt stands once, if it is shared."""
-    prompts = [piece.prompt for piece in pieces]
-    prompts = list({prompt.tobytes(): prompt for prompt in prompts}.values()) if shared else prompts
-    return sum(piece.size for piece in pieces) + sum(prompt.size - 1 for prompt in prompts)
+    first = {piece.key: piece for piece in pieces}.values() if shared else pieces
+    return sum(piece.size for piece in pieces) + sum(piece.prompt.size - 1 for piece in first)
 
 
 def _bins(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
@@ -243,7 +244,7 @@ class _Stream:
         """Append a unit: a prompt once if it is shared, then every piece that has it."""
         families: dict[bytes, list[Span]] = {}
         for piece in unit.members:
-            families.setdefault(piece.prompt.tobytes(), []).append(piece)
+            families.setdefault(piece.key, []).append(piece)
         for members in families.values():
             prompt = members[0].prompt
             shared = unit.shared and len(members) > 1 and prompt.size > 1
