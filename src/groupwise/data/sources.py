@@ -205,7 +205,8 @@ def _messages_in(text: str, column: str, where: str) -> Any:
     if end < len(bare) or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         return text
     _refuse_depth({column: messages}, where)
-    _refuse_lone_surrogates(text, messages, where)
+    if _HALF.search(text):
+        _refuse_lone_surrogates(messages, where)
     return messages
 
 
@@ -387,7 +388,8 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
         raise DataError(f"{where}: a row is a JSON object, this is {_kind(row)}")
     if text.count("[") + text.count("{") > MAX_DEPTH:
         _refuse_depth(row, where)
-    _refuse_lone_surrogates(text, row, where)
+    if _HALF.search(text):
+        _refuse_lone_surrogates(row, where)
     return row
 
 
@@ -431,10 +433,12 @@ def _decode(data: bytes, where: str) -> str:
         raise DataError(f"{where}: not UTF-8: byte 0x{bad:02x} at offset {error.start}") from None
 
 
-def _refuse_lone_surrogates(text: str, row: object, where: str) -> None:
+_HALF = re.compile(r"\\u[dD]")
+"""In JSON: what may be half of a character."""
+
+
+def _refuse_lone_surrogates(row: object, where: str) -> None:
     r"""JSON can escape half of a character (`\ud83d` alone): Python reads it, but no tokenizer or file can hold it."""
-    if "\\ud" not in text and "\\uD" not in text:
-        return
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -457,13 +461,14 @@ def _read_json(file: Path, name: str) -> SourceRows:
         raise _too_long(name, error) from None
     if not isinstance(rows, list):
         raise DataError(f"{name}: expected a list of objects, found {_kind(rows)}")
-    whole, numbers, left_out = [], [], []
+    whole, numbers, left_out, halves = [], [], [], _HALF.search(text)
     for number, row in enumerate(rows, start=1):
         try:
             if not isinstance(row, dict):
                 raise DataError(f"{name} row {number}: a row is a JSON object, this is {_kind(row)}")
             _refuse_depth(row, f"{name} row {number}")
-            _refuse_lone_surrogates(text, row, f"{name} row {number}")
+            if halves:
+                _refuse_lone_surrogates(row, f"{name} row {number}")
             whole.append(row)
             numbers.append(number)
         except DataError as error:
