@@ -305,14 +305,14 @@ behind a shared prompt is computed once and forked to its completions, in scorin
 gradient is the sum over all that begin with it. On GPUs the kernels of `flash-linear-attention` are used for gated DeltaNets in
 bfloat16 where they are installed.
 
-An update of 4 prompts with 8 completions of 64 tokens, by a hybrid of 18 million parameters on one thread of a CPU, in
-processor seconds:
+An update's forward and backward pass over 2 prompts with 8 completions of up to 64 tokens, by a hybrid of 24 million parameters on
+one thread of a CPU, in processor seconds (`python benchmarks/sharing.py --shape H --prompts 2 --completion 64`):
 
 | prompt | shared | packed, prompts repeated | one by one |
 |---|---|---|---|
-| 32 tokens | 3.8 | 5.5 | 8.0 |
-| 128 tokens | 4.4 | 10.3 | 13.0 |
-| 512 tokens | 8.3 | 34.4 | 35.1 |
+| 32 tokens | 1.5 | 2.3 | 3.6 |
+| 128 tokens | 1.8 | 5.2 | 6.7 |
+| 512 tokens | 3.4 | 17.7 | 18.3 |
 
 ## Checkpoints that read images
 
