@@ -106,7 +106,7 @@ class Functions:
 
     def answer(self, what: str, *request: Any) -> Any:
         """`describe`: a function, arguments and columns in, its signature or what is wrong with it out.  `call`: calls in."""
-        return self._describe(*request) if what == "describe" else list(self.run(request))
+        return self._describe(*request) if what == "describe" else self.run(request)
 
     def _describe(self, spec: str, name: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
         try:
