@@ -5,9 +5,9 @@
     python benchmarks/mutations.py --wide              # what survives meets all tests that import the module
 
 A fault is one change of one expression: another comparison, another operation, a condition turned round, a number that is off by
-one, a statement that is left out.  Messages, annotations and assertions are left alone.  The tests of a module are the files that
-import it, first the one of its name.  Some faults change nothing that can be seen: look at what survives.  Processes are forked
-from one that has imported torch and transformers.
+one, a statement that is left out.  Messages, annotations and assertions are left alone.  The tests of a module are its own examples
+and the files that import it, first the one of its name.  Some faults change nothing that can be seen: look at what survives.
+Processes are forked from one that has imported torch and transformers.  `benchmarks/mutations.md` has the last table.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ def verdict(copy: Path, tests: list[Path] | list[str], limit: int) -> str:
             import pytest
 
             arguments = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "120", "-o", "addopts="]
+            arguments.append("--doctest-modules")
             code = pytest.main([*arguments, "--import-mode=importlib", *map(str, tests)])
             out.flush()
             os._exit(code)
@@ -198,7 +199,7 @@ def main() -> None:
                 (copy / fault.file).write_bytes(whole[: fault.begin] + fault.after.encode() + whole[fault.end :])
                 chosen = tests if options.wide else tests[:NARROW]
                 chosen = [*options.tests, "-m", "slow or not slow"] if options.tests else chosen
-                noticed = verdict(copy, chosen, options.limit)
+                noticed = verdict(copy, [fault.file, *chosen], options.limit)
                 (copy / fault.file).write_bytes(whole)
             survived += noticed == "survives"
             before, after = (" ".join(text.replace("|", "\\|").split())[:90] for text in (fault.before, fault.after))

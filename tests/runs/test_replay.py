@@ -15,7 +15,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from groupwise.api.replay_report import compared, pushes
+from groupwise.api.replay_report import compared, pushes, render
 from groupwise.cli import commands
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import CheckpointError, ConfigError, DataError
@@ -63,6 +63,12 @@ def test_each_step_is_replayed_from_wherever_its_weights_can_be_had(run: Path) -
     assert [replayed[number].begun for number in replayed] == [0, 0, 4]
     for number in replayed:
         assert wrong(replayed[number]) == []
+    ways = [
+        "from the model that the run began with",
+        "from the model that the run began with, by way of 2 recorded steps",
+        "from checkpoint 4",
+    ]
+    assert [way for number, way in zip(replayed, ways, strict=True) if f"\n{way}\n" not in render(replayed[number])] == []
     compared_ = {figure.name for figure in replayed[5].figures}
     assert {"weights after the step", "optimizer after the step"} <= compared_
     assert "weights after the step" not in {figure.name for figure in replayed[3].figures}
