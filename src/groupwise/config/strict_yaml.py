@@ -172,10 +172,6 @@ def parse_value(text: str, where: str) -> tuple[Document, list[Problem]]:
     return Document(document.values if text.strip() else None, places), [Problem(where, problem.message) for problem in problems]
 
 
-class _TooLarge(yaml.MarkedYAMLError):
-    pass
-
-
 class _Builder:
     """YAML's own nodes -> plain values and their places."""
 
@@ -190,7 +186,8 @@ class _Builder:
         """The value of a node.   line: of its key, from 0."""
         self.values += 1
         if self.values > MOST_VALUES or id(node) in self.open:
-            raise _TooLarge(problem=f"more than {MOST_VALUES} values once its anchors are expanded", problem_mark=node.start_mark)
+            problem = f"more than {MOST_VALUES} values once its anchors are expanded"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         self.open.add(id(node))
         text = node.value if isinstance(node, yaml.ScalarNode) else ""
         self.places[path] = Place(f"{self.name}:{line + 1}", text)
