@@ -53,6 +53,8 @@ def train_online(
     rollouts: the groups of each step: sampled (`groups.SampledRollouts`), recorded, or yours.
     budget: packed positions per forward and backward pass; it cannot change an update.
     reference: frozen.   It, critic and teacher are there exactly when the algorithm needs them (`Algorithm.needs`).
+    critic: on the policy's backbone it learns in the policy's own pass.  With another backbone, or in its first `pretrain` steps,
+    in which the policy stays as it is, it learns in a pass of its own.
     Raises Diverged, RewardError, EngineError.
     """
     assert [one is not None for one in (reference, critic, teacher)] == algorithm.needs
@@ -86,8 +88,8 @@ def train_online(
                 updates.append(update(policy, loss, loss.samples, *trained, budget=budget))
                 budget = updates[-1].budget
                 if critic is not None and shared is None:
-                    own = CriticLoss(loss, critic)
-                    budget = update(critic.policy, own, loss.samples, critic.optimizer, budget=budget).budget
+                    alone = CriticLoss(loss, critic)
+                    budget = update(critic.policy, alone, loss.samples, critic.optimizer, budget=budget).budget
         with clock.phase("sync"):
             rollouts.sync(optimizer.taken)
             follow(number, group, policy, reference, teacher)
