@@ -95,7 +95,7 @@ static Tensor heads_like(const Tensor &x, int64_t end) {
     return torch::stable::transpose(made, 1, 2);
 }
 
-// Outputs, tokens first in memory, and log-sum-exps (1, H, T).  first, stretch, end: `kernels.Families`.
+// Outputs, tokens first in memory, and log-sum-exps (1, H, T).  first, stretch, end: `kernels.stretches`.
 static std::tuple<Tensor, Tensor> attention(const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &first,
                                             const Tensor &stretch, int64_t end, double scale) {
     require_heads(query, key, value);

@@ -84,7 +84,7 @@ class StreamAttention:
         before = [layout.length[prefix] if prefix >= 0 else 0 for prefix in layout.prefix]
         self.longest = max((own + prefix for own, prefix in zip(layout.length, before, strict=True)), default=0)
         """The most keys that a query sees."""
-        self.stretches = kernels.Families([family.stretches for family in self.families])
+        self.stretches = kernels.stretches([family.stretches for family in self.families])
         self._flex: dict[Reach, Any] = {}
         self._pieces: dict[tuple[Reach, bool], tuple[Piece, ...]] = {}
 
@@ -95,7 +95,7 @@ class StreamAttention:
         if query.query_THD.is_cuda:
             out = self._flex_attention(*heads, scale, cap, reach, sinks_H)
         elif cap is None and sinks_H is None and reach == EVERYTHING and kernels.worth_attention(self.longest, *heads):
-            out = _Compiled.apply(*heads, *self.stretches.tensors, scale)
+            out = _Compiled.apply(*heads, *self.stretches, scale)
         else:
             out = _Pieces.apply(*_of_one_width(*heads), sinks_H, self.pieces(reach, cap is not None), scale, cap)
             out = out[..., : query.value_TKE.shape[-1]]
@@ -138,7 +138,7 @@ class StreamAttention:
 
 
 class _Compiled(torch.autograd.Function):
-    """Attention without windows, caps and sinks by the compiled kernel.   first_F, stretch_N4, end: `kernels.Families`."""
+    """Attention without windows, caps and sinks by the compiled kernel.   first_F, stretch_N4, end: `kernels.stretches`."""
 
     @staticmethod
     def forward(

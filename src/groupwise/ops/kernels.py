@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -68,24 +69,16 @@ def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> boo
     return keys <= (MOST_KEYS_ON_TILES if operations.has_tiles() else MOST_KEYS[query.dtype])
 
 
-class Families:
-    """Stretches of a stream, family by family, as `attention.cpp` reads them, in two tensors (int64)."""
+def stretches(families: Sequence[Sequence[tuple[int, int, int, int]]]) -> tuple[Tensor, Tensor, int]:
+    """Stretches of a stream, family by family, as `attention` takes them.
 
-    def __init__(self, families: Sequence[Sequence[tuple[int, int, int, int]]]) -> None:
-        """A family's stretches: tokens from..to, which see themselves causally and the tokens prompt from..prompt to."""
-        first = [0]
-        for family in families:
-            first.append(first[-1] + len(family))
-        self.first_F = torch.tensor(first, dtype=torch.int64)
-        """Where each family's stretches begin, and where the last one's end (F + 1)."""
-        self.stretch_N4 = torch.tensor([stretch for family in families for stretch in family], dtype=torch.int64).view(-1, 4)
-        self.end = max((family[-1][1] for family in families), default=0)
-        """Tokens of the stream; what follows is filler."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, int]:
-        """As `attention` takes them."""
-        return self.first_F, self.stretch_N4, self.end
+    In: a family's stretches are tokens from..to, which see themselves causally and the tokens prompt from..prompt to.
+    Out: where each family's begin, and where the last one's end (F + 1), and the stretches (N, 4), both int64; and the tokens of
+    the stream, behind which lies filler.
+    """
+    first_F = torch.tensor([0, *accumulate(map(len, families))], dtype=torch.int64)
+    stretch_N4 = torch.tensor([stretch for family in families for stretch in family], dtype=torch.int64).view(-1, 4)
+    return first_F, stretch_N4, max((family[-1][1] for family in families), default=0)
 
 
 def draws(logits_RV: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The user's cache of what is made once for a machine: compiled kernels, proofs of models."""
+"""The user's cache of what is made once for a machine: proofs of models, models in another format."""
 
 from __future__ import annotations
 

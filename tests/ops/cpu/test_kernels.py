@@ -94,7 +94,7 @@ def test_attention_takes_any_steps_and_threads(threads) -> None:
     layout = layout_of([(20, [7, 31, 2]), (0, [40])], 3)
     joined = torch.randn(layout.total, 4 + 2 + 2, 32, generator=torch.Generator().manual_seed(0))
     query, key, value = (part.transpose(0, 1)[None] for part in joined.split([4, 2, 2], 1))
-    stretches = StreamAttention(layout).stretches.tensors
+    stretches = StreamAttention(layout).stretches
     threads(1)
     out, lse = kernels.operations.attention(query, key, value, *stretches, 0.2)
     grads = kernels.operations.attention_backward(out.contiguous(), query, key, value, out, lse, *stretches, 0.2)
@@ -114,7 +114,7 @@ def test_attention_over_many_keys_and_of_wide_heads(dtype: torch.dtype, prompt: 
     given_ = [torch.randn(1, 1, layout.total, width, generator=generator).to(dtype) for _ in range(4)]
     query, key, value, grad = given_
     scale = 20 / width
-    stretches = StreamAttention(layout).stretches.tensors
+    stretches = StreamAttention(layout).stretches
     out, lse = kernels.operations.attention(query, key, value, *stretches, scale)
     exact = [tensor.double().requires_grad_() for tensor in given_[:3]]
     expected = definition(layout, Query(0, *(x[0].transpose(0, 1) for x in exact), scale)).transpose(0, 1)[None]
@@ -133,7 +133,7 @@ def test_attention_depends_on_nothing_that_was_there_before(dtype: torch.dtype) 
     broken = torch.full((4, 1, 2, longer.total, 80), torch.nan, dtype=dtype)
 
     def everything(layout: Layout, tensors: Tensor) -> tuple[Tensor, ...]:
-        stretches = StreamAttention(layout).stretches.tensors
+        stretches = StreamAttention(layout).stretches
         query, key, value, grad = tensors.unbind()
         out, lse = kernels.operations.attention(query, key, value, *stretches, 0.2)
         return out, lse, *kernels.operations.attention_backward(grad, query, key, value, out, lse, *stretches, 0.2)
@@ -149,7 +149,7 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
     layout = layout_of([(0, [9, 9])], 0)
     query, key, value = (torch.randn(1, 1, 18, 16) for _ in range(3))
     key[0, 0, 3] = wrong
-    out, _ = kernels.operations.attention(query, key, value, *StreamAttention(layout).stretches.tensors, 0.25)
+    out, _ = kernels.operations.attention(query, key, value, *StreamAttention(layout).stretches, 0.25)
     assert not bool(torch.isfinite(out[0, 0, 3:9]).all())
     assert bool(torch.isfinite(out[0, 0, 9:]).all()) and bool(torch.isfinite(out[0, 0, :3]).all())
 
@@ -389,7 +389,7 @@ def test_the_default_type_of_new_tensors_changes_nothing() -> None:
     """What the kernels write into is float32, whatever a program has made of torch's default."""
     x = torch.randn(5, 16)
     query = torch.randn(1, 1, 18, 16)
-    stretches = StreamAttention(layout_of([(0, [18])], 0)).stretches.tensors
+    stretches = StreamAttention(layout_of([(0, [18])], 0)).stretches
     _, expected = kernels.operations.attention(query, query, query, *stretches, 0.25)
     try:
         torch.set_default_dtype(torch.float64)
