@@ -41,9 +41,8 @@ from groupwise.rewards.compose import Rewards, prompt_of
 from groupwise.runs.folder import Origin, overridden
 from groupwise.runs.job import Job, make_job
 from groupwise.runs.policies import fit_threads
-from groupwise.runs.prepare import sampling_of
+from groupwise.runs.prepare import resolved, sampling_of
 from groupwise.runs.progress import make_console, safe
-from groupwise.runs.stage_outputs import resolved
 from groupwise.training.mismatch import diagnose
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of, unbranched

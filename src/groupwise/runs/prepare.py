@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from groupwise.algorithms.parts import describe, fact
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.engines import engine_traits
-from groupwise.config.recipes import demand_values
+from groupwise.config.recipes import demand_values, run_folder
 from groupwise.config.settings import (
     CriticSettings,
     ModelSettings,
@@ -52,6 +53,7 @@ from groupwise.rewards.registry import GOLD_COLUMNS, MAKERS
 from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.runs.environments import make_runtime, make_world, tools_of, with_environment_data, with_own_reward, world_lines
+from groupwise.runs.folder import FINAL
 from groupwise.runs.plan import (
     Lines,
     Load,
@@ -66,7 +68,10 @@ from groupwise.runs.plan import (
     scoring_memory,
 )
 from groupwise.runs.policies import hint_lines, largest_model, parameter_count, shared_out, weightless
+from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.training.objectives import OBJECTIVES
+from groupwise.training.preferences import preference_rows
+from groupwise.utils import files
 
 
 def plan_of(
@@ -516,3 +521,56 @@ def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None, *, train
         tools=tools,
         train=train,
     )
+
+
+# ---------------------------------------------------------------- what an earlier stage leaves
+
+
+def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
+    """Write `preference_rows` of all that a run recorded (`rollouts/`) into a file of the run's folder, which is returned.
+
+    Raises DataError if the run recorded nothing, or nothing with a difference.
+    """
+    steps = list_rollouts(folder)
+    rows = [row for step in steps for row in preference_rows(read_step(folder, step).groups, judge)]
+    if not rows:
+        raise DataError(
+            f"{folder} holds no pair: {len(steps)} steps are recorded there (save.rollouts_every), none with a difference"
+        )
+    path = folder / f"pairs{'' if judge is None else f'-{judge}'}.jsonl"
+    files.write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
+    return path
+
+
+def resolved(recipe: Recipe) -> Recipe:
+    """The recipe with every `stage:NAME` replaced: by the folder of that stage's final model (the model's, the rewards'), or by a
+    file of pairs that are made of what the stage sampled (the data's; `stage:NAME:REWARD` by that reward).
+
+    Raises ConfigError if it is not there.
+    """
+    path, data = recipe.model.path, recipe.data.path
+    if path is not None:
+        recipe = replace(recipe, model=replace(recipe.model, path=_folder_of(path, recipe, "model.path")))
+    if data is not None and data.startswith(STAGE):
+        stage, _, judge = data.removeprefix(STAGE).partition(":")
+        folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
+        pairs = comm.from_first(lambda: str(recorded_pairs(folder, judge or None)))
+        recipe = replace(recipe, data=replace(recipe.data, path=pairs))
+    critic = replace(recipe.critic, path=_folder_of(recipe.critic.path, recipe, "critic.path"))
+    rewards = [
+        replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
+        for place, reward in enumerate(recipe.rewards)
+    ]
+    teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
+    return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
+
+
+def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:
+    """A value of a recipe; the folder of a stage's final model where it is `stage:NAME`."""
+    if not isinstance(value, str) or not value.startswith(STAGE):
+        return value
+    stage = value.removeprefix(STAGE)
+    folder = run_folder(recipe).parent / stage / FINAL
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{key}: the stage {stage!r} has not finished: there is no model in {folder}")
+    return str(folder)

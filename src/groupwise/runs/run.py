@@ -30,10 +30,10 @@ from groupwise.runs.job import Job, Judged
 from groupwise.runs.log import RunLog
 from groupwise.runs.model_card import write_card
 from groupwise.runs.policies import fit_threads
+from groupwise.runs.prepare import resolved
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.saving import REFERENCE, Saver, check_reference, newest_checkpoint, resumed_job, set_failure_hint
 from groupwise.runs.signals import endings
-from groupwise.runs.stage_outputs import resolved
 from groupwise.runs.starts import record_end
 from groupwise.runs.trust import seal
 from groupwise.training.evaluate import Evaluation
