@@ -26,7 +26,6 @@ def theirs(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytes
     """`theirs(**changes)`: the folder of a run that another user made; its recipe names `evil.py`, which leaves a mark."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\ndef f(**_): ...\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GROUPWISE_KERNELS", "off")  # a new user's would be compiled
 
     def make(**changes: Any) -> Path:
         changes = {"rewards": [{"function": "accuracy"}]} | changes
