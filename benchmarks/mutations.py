@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("src", "groupwise")
-PARTS = ("benchmarks", "docs", "recipes", "src", "tests", "typings", "README.md", "SECURITY.md", "pyproject.toml")
+PARTS = ("benchmarks", "docs", "packages", "recipes", "src", "tests", "typings", "README.md", "SECURITY.md", "pyproject.toml")
 """Of the repository: what the tests read."""
 PACKAGES = (
     "algorithms", "api", "cli", "config", "data", "distributed", "environments", "models", "ops", "proof", "rewards", "rollout",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from groupwise.data.packing import divide, pack
+from groupwise.distributed import comm
 from groupwise.distributed.comm import World
 from groupwise.records import Sample
 
@@ -76,3 +77,7 @@ def test_every_sample_is_packed_once_and_filler_is_marked(ranks: int, even: bool
 
 def test_nothing_to_train_gives_no_batches_on_any_rank() -> None:
     assert [pack([], 100, world=World(rank, 2), even=True) for rank in range(2)] == [[], []]
+
+
+def test_a_process_alone_waits_for_nobody() -> None:
+    assert comm.waiting() == {}
