@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models.masks import REMEDY, note_reach, reach_of
+from groupwise.models.masks import REMEDY, note_reach, reach_of, set_attention
 from groupwise.ops.attention import Query, StreamAttention
 from groupwise.ops.functional import again
 from groupwise.ops.recurrence import Recurrence, Segments
@@ -134,7 +134,7 @@ def use_packed_attention(
     """
     try:
         note_reach(model, backbone=backbone, device=device)
-        model.set_attn_implementation(NAME)
+        set_attention(model, NAME)
     except (ValueError, AttributeError, NotImplementedError) as error:
         raise ConfigError(f"{type(model).__name__} does not let its attention be replaced ({error}); {REMEDY}") from error
 
@@ -144,11 +144,11 @@ def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The model's own attention for ordinary calls (padded batches with masks, `generate`), restored afterwards."""
     before = str(model.config._attn_implementation)
     # eager is the one implementation that every architecture has and that knows soft caps and windows.
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    set_attention(model, "sdpa" if model._supports_sdpa else "eager")
     try:
         yield model
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
 
 
 class PackedAttention:

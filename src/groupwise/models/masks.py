@@ -94,16 +94,27 @@ def note_reach(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = 
 REMEDY = "set model.attention to 'single' and rollout.engine to 'transformers'"
 
 
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Have all of a model's layers run the attention of this name.
+
+    transformers 5.17 gives the model inside of a sequence classifier a copy of its config, and sets the classifier's alone.
+    """
+    model.set_attn_implementation(name)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config is not model.config and type(module.config) is type(model.config):
+            module.set_attn_implementation(name)
+
+
 @contextmanager
 def _tracing(model: PreTrainedModel) -> Iterator[None]:
     before = str(model.config._attn_implementation)
-    model.set_attn_implementation(TRACE)
+    set_attention(model, TRACE)
     _seen.clear()
     try:
         yield
     finally:
         _seen.clear()
-        model.set_attn_implementation(before)
+        set_attention(model, before)
 
 
 def reach_of(module: nn.Module) -> Reach:

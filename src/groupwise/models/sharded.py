@@ -27,7 +27,7 @@ from groupwise.models.attention import NAME
 from groupwise.models.loading import with_facts
 from groupwise.models.logit_scale import backbone_of
 from groupwise.models.lora import keep_adapter
-from groupwise.models.masks import copy_reach
+from groupwise.models.masks import copy_reach, set_attention
 from groupwise.models.policy import METHOD, AnyPolicy, Policy, Shards, without_adapter
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, check_finite, saved_names
@@ -203,7 +203,7 @@ def shard_from_checkpoint(policy: Policy, sharding: fsdp.ShardingConfig, device:
     fsdp.reshard(spread.model)
     assert spread.shards is not None
     copy_reach(spread.model, spread.shards.whole)
-    spread.shards.whole.set_attn_implementation(NAME)
+    set_attention(spread.shards.whole, NAME)
     use_packed_recurrence(spread.shards.whole)
     return spread
 

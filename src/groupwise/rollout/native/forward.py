@@ -193,7 +193,9 @@ class SpecialisedForward:
         self.rotary: decoding.PreparedRotary | None = None
         if stack.rotary is not None:
             place_P = torch.arange(positions, device=self.embedding_VD.device)
-            self._rotate(*(table[0] for table in stack.rotary(self.embedding_VD[:1], place_P[None])))
+            # Of text all three places of a token (time, height, width) are one; transformers 5.17 wants each.
+            shape = (3, 1, -1) if hasattr(stack.rotary, "mrope_section") else (1, -1)
+            self._rotate(*(table[0] for table in stack.rotary(self.embedding_VD[:1], place_P.expand(shape))))
         self.layers, self.mixers = zip(*(self._layer(i, *parts) for i, parts in enumerate(stack.layers)), strict=True)
         self.norm = self._norm(stack.norm)
         self.head = self.operations.product([policy.head.weight_VD], [policy.head.bias_V])
