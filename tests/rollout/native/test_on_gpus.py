@@ -1,6 +1,9 @@
 """What a GPU decodes by, as far as a CPU can show it: several tokens before anybody looks, in places of whole eights."""
 
+import gc
 import itertools
+import warnings
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -86,6 +89,48 @@ def test_a_gpu_that_cannot_record_draws_all_the_same(policy_of, prompts_of, plai
     monkeypatch.setattr(graphs, "recorded", fails)
     with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: no capture here"):
         same(sampled(policy, prompts, Sampling(max_new_tokens=30)), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_memory_is_free_once_rollouts_are_there(device, policy_of, prompts_of, plain, monkeypatch):
+    """Training needs it next, and new weights are prepared when the old ones are gone: nobody waits for a garbage collection."""
+    policy, prompts = policy_of("llama", dtype=torch.float32, context=128, sharpness=2.0), prompts_of(9, 3, 14)
+    if device == "gpu":
+        as_on_a_gpu(monkeypatch)
+
+        def fails(step, beside):
+            raise RuntimeError("no capture here")  # what repeats a step here would hold it; a CUDA graph does not
+
+        monkeypatch.setattr(graphs, "recorded", fails)
+    used = []
+
+    class Store(KVCache):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            used.append(weakref.ref(self))
+
+    class Engine(NativeEngine):
+        def prepared(self, positions):
+            forward = super().prepared(positions)
+            used.append(weakref.ref(forward))
+            return forward
+
+    monkeypatch.setattr(native, "KVCache", Store)
+    engine = Engine(policy, max_rows=4)
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            groups = engine.generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=30), seed=3)
+            next(groups)
+            first = used[-1]
+            engine.set_version(1)
+            next(groups)
+            assert first() is None and len(used) == 4
+            list(groups)
+        assert not [one for one in used if one() is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_is_altered_between_groups_is_decoded_through_its_modules(policy_of, prompts_of, plain, monkeypatch):

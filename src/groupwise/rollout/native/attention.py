@@ -38,7 +38,7 @@ class Prefill:
         self.lengths, self.starts = lengths, starts
         self.store, self.first = store, store.live
         self._seen: set[int] = set()
-        self.recurrent = Recurrence(Segments(self.starts[:-1], lengths, starts[-1]), keep=self._keep_states)
+        self._segments = Segments(self.starts[:-1], lengths, starts[-1])
         self._packed = PackedAttention(
             Layout(start=tuple(starts[:-1]), length=tuple(lengths), prefix=(-1,) * len(lengths), total=starts[-1])
         )
@@ -65,6 +65,12 @@ class Prefill:
             i = j
         return self._packed(query)
 
+    @property
+    def recurrent(self) -> Recurrence:
+        """States of the prompts, which are kept.  Made anew each time: an attribute would refer back here, and hold the store until
+        garbage is collected."""
+        return Recurrence(self._segments, keep=self._keep_states)
+
     def _keep_states(self, place: Place, state_NX: Tensor) -> None:
         self.store.state(place, state_NX)[self.first : self.first + len(self.lengths)] = state_NX
 
@@ -76,7 +82,19 @@ class Prefill:
 class TokenAttend:
     """The protocol `models.attention.Attend` for tokens that come one by one, or as if they did."""
 
-    recurrent: Recurrence
+    _segments: Segments
+
+    @property
+    def recurrent(self) -> Recurrence:
+        """States of the rows, which are kept.  Made anew each time, as in `Prefill`."""
+        return Recurrence(self._segments, self._states, self._keep_states)
+
+    def _states(self, place: Place) -> Tensor:
+        """Before the new tokens."""
+        raise NotImplementedError
+
+    def _keep_states(self, place: Place, state_RX: Tensor) -> None:
+        raise NotImplementedError
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
@@ -106,7 +124,7 @@ class Decode(TokenAttend):
         self.position_R = torch.tensor(position_R, device=self.device)
         self._uniform = len(set(length_R)) == 1
         rows = len(self.entry_R)
-        self.recurrent = Recurrence(Segments(range(rows), [1] * rows, rows), self._states, self._keep_states)
+        self._segments = Segments(range(rows), [1] * rows, rows)
 
     def _states(self, place: Place) -> Tensor:
         """Of the rows, before their new tokens: of a row without any other its prompt's."""
@@ -235,7 +253,7 @@ class Extend(TokenAttend):
         self.start_R = [sum(count_R[:r]) for r in range(len(count_R))]
         own.reserve(first + len(entry_R), max(kept + count for kept, count in zip(kept_R, count_R, strict=True)))
         self._turns: list[tuple[Tensor, decoding.Rows, Tensor]] | None = None
-        self.recurrent = Recurrence(Segments(self.start_R, count_R, sum(count_R)), self._states, self._keep_states)
+        self._segments = Segments(self.start_R, count_R, sum(count_R))
 
     def _states(self, place: Place) -> Tensor:
         prompt = self.prompts.states[place]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,42 +95,18 @@ class FixedDecode(Decode):
 
 
 class _Size:
-    """What draws for one size, and its record."""
+    """What tokens of one size are drawn in, and their record.  It does not refer to who draws, or memory would outlive its use."""
 
-    def __init__(self, decode: GraphDecode, size: tuple[int, int, int]) -> None:
-        rows, device, own = size[0], decode.attend.device, decode.attend.own
-        self.decode, self.attend = decode, FixedDecode(decode.attend.prompts, own, device, size)
+    def __init__(self, prompts: KVCache, own: KVCache, device: torch.device, size: tuple[int, int, int]) -> None:
+        """size: see `FixedDecode`."""
+        rows = size[0]
+        self.attend = FixedDecode(prompts, own, device, size)
         self.token_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.logp_R = torch.zeros(rows, device=device)
         self.uniform_RT = torch.zeros(rows, own.most_tokens, dtype=torch.float64, device=device)
+        self.drawn = 0
+        """Tokens of every row."""
         self.graph: Any = None
-        self.run: Callable[[], None] = self.first
-
-    def first(self) -> None:
-        """The first token is drawn as it is: libraries prepare themselves.  The next is recorded."""
-        self.step()
-        self.run = self.second
-
-    def second(self) -> None:
-        """Record what the first has done, and do it."""
-        others = (size.graph for size in self.decode.sizes.values() if size.graph is not None)
-        try:
-            self.graph = recorded(self.step, next(others, None))
-        except RuntimeError as error:
-            warnings.warn(f"tokens are drawn without CUDA graphs, more slowly: {error}", stacklevel=2)
-            self.run = self.step
-        else:
-            self.run = self.graph.replay
-        self.run()
-
-    def step(self) -> None:
-        """Draw a token of every row."""
-        decode, attend = self.decode, self.attend
-        hidden_RD = decode.forward.hidden(self.token_R, attend.next(), attend)
-        uniform_R = self.uniform_RT.gather(1, attend.drawn_R[:, None])[:, 0]
-        drawn = decode._drawn(lambda chunk: decode.forward.logits(hidden_RD[chunk]), uniform_R)
-        self.token_R.copy_(drawn.token_R)
-        self.logp_R.copy_(drawn.logp_R)
 
 
 class GraphDecode(TokenDecode):
@@ -168,14 +145,36 @@ class GraphDecode(TokenDecode):
             self.capacity = capacity
             members = max(map(entries.count, set(entries)))
             size = (filled(rows, own.capacity[0]), filled(len(lengths), prompts.capacity[0]), filled(members, rows))
-            self.size = self.sizes.get(size) or self.sizes.setdefault(size, _Size(self, size))
+            self.size = self.sizes.get(size) or self.sizes.setdefault(size, _Size(prompts, own, self.attend.device, size))
             self.size.attend.arrange(*self.facts)
             self.size.uniform_RT[:rows, : uniform_RT.shape[1]] = uniform_RT
         size = self.size
         size.token_R[:rows] = newest_R
         drawn = []
         for _ in range(steps):
-            size.run()
+            self._next(size)
             drawn.append(NextToken(size.token_R[:rows].clone(), size.logp_R[:rows].clone()))
         self.facts = (lengths, entries, [length + steps for length in kept])
         return drawn
+
+    def _next(self, size: _Size) -> None:
+        """Draw a token of every row.  The first is drawn as it is: libraries prepare themselves.  The second is recorded."""
+        if size.drawn == 1:
+            others = (one.graph for one in self.sizes.values() if one.graph is not None)
+            try:
+                size.graph = recorded(partial(self._step, size), next(others, None))
+            except RuntimeError as error:
+                warnings.warn(f"tokens are drawn without CUDA graphs, more slowly: {error}", stacklevel=2)
+        size.drawn += 1
+        if size.graph is None:
+            self._step(size)
+        else:
+            size.graph.replay()
+
+    def _step(self, size: _Size) -> None:
+        """What is recorded."""
+        hidden_RD = self.forward.hidden(size.token_R, size.attend.next(), size.attend)
+        uniform_R = size.uniform_RT.gather(1, size.attend.drawn_R[:, None])[:, 0]
+        drawn = self._drawn(lambda chunk: self.forward.logits(hidden_RD[chunk]), uniform_R)
+        size.token_R.copy_(drawn.token_R)
+        size.logp_R.copy_(drawn.logp_R)
