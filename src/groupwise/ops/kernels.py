@@ -35,11 +35,12 @@ def absence() -> str | None:
         return f"{SWITCH}=off"
     try:
         import groupwise_cpu  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
+
+        mine, theirs = version("groupwise"), version("groupwise-cpu")
+    except ModuleNotFoundError:  # also where an empty folder is left of it
         return f"the package groupwise-cpu is not installed: with a C++ compiler here, run `{INSTALL}` in the clone"
     except ImportError as error:
         return str(error)
-    mine, theirs = version("groupwise"), version("groupwise-cpu")
     return None if mine == theirs else f"groupwise-cpu is {theirs}, and groupwise {mine}: run `{INSTALL}` in the clone"
 
 

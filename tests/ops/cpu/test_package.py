@@ -9,8 +9,10 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -152,6 +154,31 @@ def test_a_library_that_cannot_be_loaded_is_named(copy: Path, forked: Any) -> No
     facts["library"] = hashlib.sha256((copy / "kernels.so").read_bytes()).hexdigest()
     (copy / "built.json").write_text(json.dumps(facts))
     assert "groupwise-cpu cannot be loaded" in _words(copy, forked)
+
+
+@needs_kernels
+@pytest.mark.parametrize("damage", ["built.json is gone", "built.json is empty", "kernels.so is gone", "kernels.so is cut off"])
+def test_a_package_of_which_a_part_is_missing_is_named(damage: str, copy: Path, forked: Any) -> None:
+    """As an installation that was interrupted, or a full disk, leaves it."""
+    (copy / "__init__.py").unlink()
+    shutil.copy(PACKAGE / "src" / "groupwise_cpu" / "__init__.py", copy)
+    file = copy / damage.split()[0]
+    content = file.read_bytes()
+    file.unlink()
+    if "gone" not in damage:
+        file.write_bytes(content[: 0 if "empty" in damage else 1000])
+    assert "groupwise-cpu is damaged" in _words(copy, forked)
+
+
+def test_a_folder_that_is_left_of_the_package_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setenv("GROUPWISE_KERNELS", "on")
+    monkeypatch.setitem(sys.modules, "groupwise_cpu", ModuleType("groupwise_cpu"))
+    monkeypatch.setattr(kernels, "version", version)
+    words = absence.__wrapped__()
+    assert words is not None and words.startswith("the package groupwise-cpu is not installed")
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

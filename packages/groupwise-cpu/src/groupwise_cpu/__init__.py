@@ -18,10 +18,16 @@ REMEDY = "install it again on this machine: pip install --no-build-isolation --f
 
 def load(folder: Path) -> None:
     """Load a folder's library, if it is whole and this processor has all that it needs: else it could end the process."""
-    library, built = folder / "kernels.so", json.loads((folder / "built.json").read_text(encoding="utf-8"))
-    if missing := sorted(set(built["features"]) - features()):
+    library = folder / "kernels.so"
+    try:
+        built = json.loads((folder / "built.json").read_text(encoding="utf-8"))
+        needed, digest = set(built["features"]), built["library"]
+        whole = hashlib.sha256(library.read_bytes()).hexdigest() == digest
+    except (OSError, ValueError, TypeError, KeyError):  # a file is missing, or cut off
+        needed, whole = set(), False
+    if missing := sorted(needed - features()):
         raise ImportError(f"groupwise-cpu was compiled for a processor with {', '.join(missing)}, which this one lacks: {REMEDY}")
-    if hashlib.sha256(library.read_bytes()).hexdigest() != built["library"]:
+    if not whole:
         raise ImportError(f"groupwise-cpu is damaged ({library}): {REMEDY}")
     try:
         torch.ops.load_library(str(library))
