@@ -412,8 +412,8 @@ def test_an_episode_may_be_over_before_it_begins(policy_of, prompts_of, scripted
 
 def test_completions_go_on_by_newer_weights_and_say_so(policy_of, prompts_of, scripted_world):
     policy, world = policy_of("llama", context=128, sharpness=1.0, eos_ids=EOS), scripted_world(delays=0, turns=6)
-    engine = NativeEngine(policy, max_rows=4, world=world)
-    groups = engine.generate(prompts_of(5, 9, 5), group_size=3, sampling=Sampling(max_new_tokens=40), seed=5)
+    engine = NativeEngine(policy, max_rows=4, world=world)  # of several groups: those that end together come together
+    groups = engine.generate(prompts_of(5, 9, 5, 7, 3, 8), group_size=3, sampling=Sampling(max_new_tokens=40), seed=5)
     found = list(next(groups))
     engine.set_version(7)
     found += [rollout for group in groups for rollout in group]
