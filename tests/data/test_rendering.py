@@ -99,6 +99,19 @@ def test_what_is_no_template_is_said_with_the_remedy(template):
         render_chats(tokenizer, [Chat([{"role": "user", "content": "a"}], "row 1")])
 
 
+def test_behind_a_template_that_cannot_be_used_another_one_is_answered(monkeypatch):
+    monkeypatch.setattr(rendering, "_RENDERER", rendering._Renderer())
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% macro f() %}{{ f() }}{% endmacro %}{% if messages[0].content == '1' %}{{ f() }}{% endif %}old {{ messages[0].content }}"
+    )
+    chats = [Chat([{"role": "user", "content": str(i)}], f"row {i}") for i in range(4)]
+    with pytest.raises(DataError, match=r"row 1: .* it calls itself without end"):
+        render_chats(tokenizer, chats)
+    tokenizer.chat_template = "new {{ messages[0].content }}"
+    assert render_chats(tokenizer, chats) == [f"new {i}" for i in range(4)]
+
+
 def test_a_template_that_writes_nothing_and_one_that_refuses_are_told_with_the_remedy():
     tokenizer = byte_tokenizer()
     rows = SourceRows("rows", [{"prompt": "a"}, {"prompt": "b"}])

@@ -221,7 +221,9 @@ def serve_templates() -> Callable[[str, str], Iterator[tuple[str, str]]]:
 
     def answers(template: str, text: str) -> Iterator[tuple[str, str]]:
         for chat in json.loads(text):
-            yield rendered(template, *chat)
+            yield (answer := rendered(template, *chat))
+            if answer[0] == "unusable":
+                return  # nobody reads on: further answers would be taken for those of the next request
 
     return answers
 
