@@ -14,7 +14,7 @@ from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.settings import CorrectionSettings, GroupSettings
 from groupwise.errors import DataError
 from groupwise.models.policy import Policy
-from groupwise.records import Scored
+from groupwise.records import Branch, Sample, Scored
 from groupwise.training.closed_form import RecordedPass, closed_form
 from groupwise.training.loss import Loss, entropy_tokens, with_forking, with_gradient
 from groupwise.training.passes import BatchPass, batches_of, score
@@ -85,6 +85,22 @@ def test_the_closed_form_includes_the_correction(scored_group: Callable[..., Sco
         key = sample.group, sample.index
         np.testing.assert_allclose(found.ratio[key], 1.0)
         np.testing.assert_allclose(found.gradient[key], -1.5 * sample.weight * sample.advantage, rtol=1e-9)
+
+
+def test_what_of_an_episode_is_not_trained_has_no_gradient_and_a_ratio_of_1() -> None:
+    """Of what was drawn behind another context than the rest, nothing is packed where nothing is trained."""
+    sample = Sample(
+        group="0/0",
+        branches=(Branch(begin=2, context=np.array([7, 8])),),
+        prompt=np.array([5, 6]),
+        completion=np.array([1, 2, 3, 4]),
+        weight=np.array([0.0, 0.0, 0.5, 0.0]),
+        advantage=np.ones(4),
+        behavior_logp=np.full(4, -1.0),
+    )
+    found = closed_form(resolve("grpo", GroupSettings(), 8), [sample], {("0/0", 0): np.full(4, -0.9)})
+    np.testing.assert_allclose(found.ratio["0/0", 0], [1.0, 1.0, np.exp(0.1), 1.0])
+    np.testing.assert_allclose(found.gradient["0/0", 0], [0.0, 0.0, -0.5 * np.exp(0.1), 0.0])
 
 
 def test_missing_log_probs_and_entropies_are_named(scored_group: Callable[..., Scored]) -> None:

@@ -99,15 +99,15 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
         (gradient_M,) = torch.autograd.grad(value, logp_M)
         log_ratio_M = algorithm.log_ratio(loss_of.terms(batch, logp_M.detach(), entropy_M, rows_M))
         loss += float(value.detach())
-        for found, values_M, empty in ((gradient, gradient_M, 0.0), (ratio, log_ratio_M.exp(), 1.0)):
-            values_P = torch.full((batch.layout.total,), empty, dtype=torch.float64)
+        for found, values_M in ((gradient, gradient_M), (ratio, log_ratio_M.exp())):
+            values_P = torch.zeros(batch.layout.total, dtype=torch.float64)
             values_P[rows_M] = values_M
-            found |= {i: values.copy() for i, values in unpack(batch, values_P, columns)}
+            found |= unpack(batch, values_P, columns)
     keys = [(sample.group, sample.index) for sample in columns]
     return ClosedForm(
         loss=loss,
         gradient={keys[i]: values for i, values in gradient.items()},
-        ratio={keys[i]: values for i, values in ratio.items()},
+        ratio={keys[i]: np.where(columns[i].weight != 0, values, 1.0) for i, values in ratio.items()},
     )
 
 
