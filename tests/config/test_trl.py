@@ -483,6 +483,8 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
         ("reward_weights: [1.0]", "reward_weights=[1.0]: no value that TRL takes (ValueError: 1 weights for 2 reward functions)"),
         ("reward_weights: [1.0, 2.0, 3.0]", "3 weights for 2 reward functions"),
         ("num_generations: few", "num_generations='few': no value"),
+        ("num_generations: 0", "num_generations=0: no value"),
+        ("epsilon: small", "epsilon='small': no value"),
         ("per_device_train_batch_size: [4]", "per_device_train_batch_size=[4]: no value"),
         ("learning_rate: {a: 1}", "learning_rate={'a': 1}: no value"),
         ("sync_ref_model: true\nref_model_mixup_alpha: much", "ref_model_mixup_alpha='much': no value"),

@@ -186,7 +186,7 @@ def _outcomes(trl: Configuration) -> Iterator[Write | Note | Need]:
         try:
             yield from _converted(trl, name, row.convert)
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            wrong = trl.reads[-1]
+            wrong = trl.last_set
             raise ConfigError(f"{wrong}={trl.get(wrong)!r}: no value that TRL takes ({type(error).__name__}: {error})") from error
 
 

@@ -100,7 +100,7 @@ class Configuration:
     rows: int | None = None
     """Of the training data, where they are known."""
     reads: list[str] = field(default_factory=list)
-    """Names of the arguments that were read, in their order: an error is about the last one."""
+    """Names of the arguments that were read, in their order."""
 
     @property
     def online(self) -> bool:
@@ -110,8 +110,19 @@ class Configuration:
     def get(self, name: str) -> Any:
         """An argument's value: what the user wrote, else the object's value, else TRL's default."""
         self.reads.append(name)
-        defaults = DEFAULTS | OWN_DEFAULTS[self.kind]
-        return self.arguments[name] if name in self.arguments else self.values.get(name, defaults.get(name))
+        return self._value(name)
+
+    def _value(self, name: str) -> Any:
+        return self.arguments[name] if name in self.arguments else self.values.get(name, self._defaults.get(name))
+
+    @property
+    def _defaults(self) -> dict[str, Any]:
+        return DEFAULTS | OWN_DEFAULTS[self.kind]
+
+    @property
+    def last_set(self) -> str:
+        """Of the arguments that were read the last one with another value than TRL's default: what an error is about."""
+        return next((name for name in reversed(self.reads) if self._value(name) != self._defaults.get(name)), self.reads[-1])
 
     def written(self, name: str, default: Any = None) -> Any:
         """What the user wrote; `default` where he wrote nothing."""
