@@ -381,7 +381,8 @@ class Sample:
     support: tuple[np.ndarray, ...] | None = None
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Further columns (n,) by name that a loss asks for: of rollouts their signals of the same names (`scored_logp`, `value`,
-    `return`), of demonstrations beside them the factors `lm` and `taught`, of pairs and steps `pool`, `margin`, `lm`, `label`."""
+    `return`), where demonstrations are mixed in a weight for each term (`weight/NAME`), of pairs and steps `pool`, `margin`, `lm`,
+    `label`."""
 
     def __post_init__(self) -> None:
         for name in ("advantage", "behavior_logp"):

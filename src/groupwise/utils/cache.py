@@ -11,7 +11,7 @@ from groupwise.utils import files
 
 
 def cache_folder() -> Path:
-    """A folder that only the user can write: what lies there is loaded as code."""
+    """A folder that only the user can write: the key by which runs are trusted lies there."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise"
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
