@@ -143,8 +143,9 @@ def use_packed_attention(
 def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The model's own attention for ordinary calls (padded batches with masks, `generate`), restored afterwards."""
     before = str(model.config._attn_implementation)
-    # eager is the one implementation that every architecture has and that knows soft caps and windows.
-    set_attention(model, "sdpa" if model._supports_sdpa else "eager")
+    # Every architecture has eager.  transformers' sdpa knows no soft caps; older versions leave them out in silence.
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    set_attention(model, "sdpa" if model._supports_sdpa and not capped else "eager")
     try:
         yield model
     finally:
