@@ -459,7 +459,7 @@ def test_a_misspelt_value_gets_the_nearest_right_one(typed: list[str], meant: st
 
 @pytest.mark.parametrize(
     "typed",
-    [["eval"], ["chat"], ["view"], ["check"], ["score"], ["explain"], ["replay", "--step", "1"], ["runs"]],
+    [["eval"], ["chat"], ["view"], ["check"], ["score"], ["explain"], ["examples"], ["replay", "--step", "1"], ["runs"]],
     ids=" ".join,
 )
 def test_a_misspelt_run_name_gets_the_nearest_run(typed: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -468,7 +468,7 @@ def test_a_misspelt_run_name_gets_the_nearest_run(typed: list[str], folder: Path
     assert "did you mean runs/mine?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("typed", ["eval", "chat", "view", "score", "explain"])
+@pytest.mark.parametrize("typed", ["eval", "chat", "view", "score", "explain", "examples"])
 def test_a_run_that_is_not_there_is_said_to_be_missing(typed: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And not, say, that a reward or data have to be named."""
     (folder / "runs").mkdir()

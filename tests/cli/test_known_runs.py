@@ -46,6 +46,13 @@ def test_a_path_of_several_stages_means_the_last_one(there: Path, tmp_path: Path
         origin_of(tmp_path)
 
 
+def test_examples_of_a_path_of_several_stages_are_those_of_the_last_one(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examples", "runs/demo"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["examples", RUN]) == 0
+    assert "before training" in shown and shown == capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- eval
 
 

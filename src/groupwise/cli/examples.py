@@ -7,6 +7,7 @@ from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
+from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import escaped
 
 EXAMPLES = (
@@ -30,11 +31,14 @@ def run(options: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
+    from groupwise.runs.folder import origin_of
     from groupwise.runs.progress import make_console
     from groupwise.runs.recorded import EVALUATIONS, steps, table
     from groupwise.runs.run_files import RunFiles
 
-    run = RunFiles(expanded(options.folder))
+    if (origin := origin_of(options.folder)) is None:
+        raise ConfigError(f"{options.folder} is no run{near_path(expanded(options.folder))}")
+    run = RunFiles(origin.folder)
     known, _ = steps(run, EVALUATIONS)
     if not known:
         raise ConfigError(f"{options.folder} holds no evaluation: set eval.every, or eval.at_start for the answers before training")
