@@ -47,6 +47,8 @@ class Build(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Compile with the first compiler whose library can be loaded."""
+        if find_spec("torch") is None:
+            sys.exit("no CPU kernels: torch is not installed here: install Groupwise first")
         made = Path(self.get_ext_fullpath(ext.name)).absolute()
         made.parent.mkdir(parents=True, exist_ok=True)
         flags = [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
