@@ -280,8 +280,9 @@ def sentence(path: Path) -> str:
 MODELS = """\
 # Models
 
-Will your checkpoint train, and how fast? `groupwise check model.path=...` answers for yours. This page answers for the families
-that people download. `make docs` makes it from `tests/models/families.json`, which `python tests/models/families.py` measures.
+Will your checkpoint train, and how fast? `groupwise check RECIPE model.path=...` answers for yours. This page answers for the
+families that people download. `make docs` makes it from `tests/models/families.json`, which
+`python tests/models/families.py` measures.
 
 | family | `model_type` | passes | sampling |
 |---|---|---|---|

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import near_path
@@ -22,7 +23,9 @@ LONGEST = 160
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument("folder", metavar="RUN", help="a run folder")
-    command.add_argument("-n", "--count", type=int, default=10, metavar="N", help="prompts to show; default: %(default)s")
+    command.add_argument(
+        "-n", "--count", type=typed.positive, default=10, metavar="N", help="prompts to show (default %(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -71,13 +72,14 @@ def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
     ...     print(step.number, step.metrics["reward"])
     """
     steps = _train(recipe, accept_changes)
-    atexit.register(_leave, ref(steps))
+    atexit.register(_leave, ref(steps), os.getpid())
     return steps
 
 
-def _leave(left: ref[Generator[Step]]) -> None:
-    """A program that ends between two steps leaves the loop.  Several processes would have to agree: some may have failed."""
-    if (steps := left()) is not None and comm.world().size == 1:
+def _leave(left: ref[Generator[Step]], process: int) -> None:
+    """A program that ends between two steps leaves the loop; a fork of it does not.  Several processes would have to agree: some
+    may have failed."""
+    if (steps := left()) is not None and os.getpid() == process and comm.world().size == 1:
         steps.close()
 
 
