@@ -327,7 +327,7 @@ class Prepared:
         if not functions and any(column in columns for column in GOLD_COLUMNS):
             functions = (RewardSettings(function="accuracy"),)
         if not functions:
-            raise ConfigError("nothing says what is right, and the run had no reward function: give rewards=NAME")
+            raise ConfigError("nothing says what is right: the data hold no answer; give rewards=NAME")
         rewards = build_rewards(functions, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
         return cls(
             recipe=recipe, blueprint=blueprint, prompts=prompts, rows=prompts, rewards=rewards, algorithm=None, steps=0, plan=[]
