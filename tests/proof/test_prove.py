@@ -221,6 +221,7 @@ ON_A_DEVICE = """
 import torch
 from planted import TOKENIZER, built
 from stand_in_device import stand_in
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from groupwise.models.loading import make_policy
@@ -229,13 +230,13 @@ from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE, TRANSFORMERS
 
 
-def dense(query, key, value, *, score_mod, block_mask, scale, enable_gqa, return_lse):
-    assert score_mod is None and return_lse
+def dense(query, key, value, *, score_mod, block_mask, scale, enable_gqa, return_aux, kernel_options):
+    assert score_mod is None and return_aux == AuxRequest(lse=True)
     place, shared = torch.arange(query.shape[2], device=query.device), query.shape[1] // key.shape[1]
     seen = block_mask.mask_mod(None, None, place[:, None], place[None])
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = (scale * query @ key.transpose(2, 3)).masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+    return scores.softmax(-1) @ value, AuxOutput(scores.logsumexp(-1))
 
 
 attention._compiled_flex = lambda: dense  # a kernel that a GPU alone has, by its definition
