@@ -289,6 +289,21 @@ def test_no_eos_is_refused(recipe: Callable, tmp_path: Path, tiny_policy: Callab
         list(train(load_recipe(path)))
 
 
+def test_evaluations_change_nothing_of_training(
+    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def length(completions, **_): return [float(len(text) % 7) for text in completions]")
+    changes = GRPO | {"steps": 3, "rewards": [{"function": "mine.py:length"}]}
+    trained = []
+    for name, evaluation in (("often", {"every": 1, "at_start": True}), ("never", {"every": 0, "at_start": False})):
+        steps = list(train(load_recipe(recipe(**changes, name=name, eval={"k": 2} | evaluation))))
+        assert steps[-1].metrics["grad_norm"] > 0
+        trained.append(load_file(tmp_path / "runs" / name / "final" / "model.safetensors"))
+    often, never = trained
+    assert all(torch.equal(often[name], never[name]) for name in often)
+
+
 def test_the_closing_table_fits_and_says_what_it_is_about(recipe: Callable) -> None:
     console = Console(file=io.StringIO(), width=80)
     changes = GRPO | {"steps": 1, "eval": {"k": 2, "at_start": True, "prompts": 3, "max_new_tokens": 4}}
