@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -12,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gguf_files import write_gguf
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("wheel")]
@@ -65,15 +69,40 @@ def kernels(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, kernels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`bin` of a virtual environment with the wheels; their dependencies are those of this interpreter."""
+    """`bin` of a virtual environment with the wheels and the packages that they require: no extra, nothing of the tests."""
     folder = tmp_path_factory.mktemp("env")
     call(sys.executable, "-m", "venv", "--without-pip", str(folder), where=folder)
     python = str(folder / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
     call(*pip, *map(str, [wheel, *kernels]), where=folder)
     own = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", where=folder).strip())
-    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    shared = Path(sysconfig.get_path("purelib"))
+    (library,) = importlib.metadata.distributions(name="groupwise", path=[str(own)])
+    for name in required(library.requires or []):
+        files = importlib.metadata.files(name) or []
+        for entry in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if not (own / entry).exists():
+                (own / entry).symlink_to(shared / entry)
     return folder / "bin"
+
+
+def required(lines: list[str]) -> set[str]:
+    """The distributions that these requirements name without an extra of the library, and what those require, as installed here."""
+    names: set[str] = set()
+    waiting = [(line, "") for line in lines]
+    seen = set(waiting)
+    while waiting:
+        line, extra = waiting.pop()
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
+            continue
+        names.add(canonicalize_name(wanted.name))
+        for inner in importlib.metadata.requires(wanted.name) or []:
+            for entry in [(inner, extra) for extra in ("", *wanted.extras)]:
+                if entry not in seen:
+                    seen.add(entry)
+                    waiting.append(entry)
+    return names
 
 
 def test_the_wheel_holds_what_the_code_reads(wheel: Path) -> None:
@@ -123,3 +152,10 @@ def test_the_installed_command_trains_a_bundled_recipe_outside_the_tree(installe
     assert (tmp_path / "runs/demo/grpo/final/model.safetensors").exists()
     call(str(installed / "groupwise"), "view", "runs/demo/grpo", "--export", "report.html", where=tmp_path)
     assert (tmp_path / "report.html").stat().st_size > 50_000
+
+
+def test_what_the_library_requires_reads_a_gguf_file(installed: Path, tmp_path: Path) -> None:
+    """`groupwise get` fetches one, and transformers asks for packages of its own to read it."""
+    write_gguf(tmp_path / "tiny.gguf")
+    code = "import groupwise as gw; print(gw.load_policy('tiny.gguf').model.config.model_type)"
+    assert call(str(installed / "python"), "-c", code, where=tmp_path).split()[-1] == "llama"
