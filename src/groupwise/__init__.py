@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from groupwise.errors import GroupwiseError
     from groupwise.models.policy import Policy
     from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored, Step
-    from groupwise.rewards.compose import build_rewards
-    from groupwise.rewards.find import LiveReward
+    from groupwise.rewards.compose import LiveReward, build_rewards
     from groupwise.rollout.native.engine import NativeEngine
     from groupwise.training.offline import train_offline
     from groupwise.training.online import train_online
@@ -66,7 +65,7 @@ _WHERE = {
     "Policy": "models.policy",
     "NativeEngine": "rollout.native.engine",
     "build_rewards": "rewards.compose",
-    "LiveReward": "rewards.find",
+    "LiveReward": "rewards.compose",
     "ALGORITHMS": "algorithms.table",
     "resolve": "algorithms.resolve",
     "pack": "data.packing",

@@ -22,8 +22,8 @@ from groupwise.api.score import score_file
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import DataError, RewardError
 from groupwise.rewards import calls
-from groupwise.rewards.compose import build_rewards
-from groupwise.rewards.find import Completions, LiveReward
+from groupwise.rewards.compose import LiveReward, build_rewards
+from groupwise.rewards.user_functions import Completions
 from groupwise.runs.run import train
 
 Start = Callable[..., Path]
@@ -347,7 +347,7 @@ def test_r36_nothing_outlives_a_run_that_is_killed(tmp_path: Path, forked: Any) 
     code = """
         from groupwise.config.settings import RewardSettings
         from groupwise.rewards.compose import build_rewards
-        from groupwise.rewards.find import Completions
+        from groupwise.rewards.user_functions import Completions
         rewards = build_rewards([RewardSettings(function="family.py:judge")], columns=())
         rewards.call(Completions(labels=["0"], prompts=["?"], prompt_texts=["?"], completions=["4"], texts=["4"]))
     """

@@ -19,8 +19,7 @@ from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.compose import Rewards, build_rewards
-from groupwise.rewards.find import LiveReward
+from groupwise.rewards.compose import LiveReward, Rewards, build_rewards
 
 FILES = itertools.count()
 """Names of modules: each is imported once in this process."""
@@ -551,6 +550,40 @@ def test_an_async_function_that_is_cancelled_by_itself_is_the_one_that_failed(fu
     rewards = build_rewards([RewardSettings(function=f"{path}:{name}") for name in ("fine", "f")], columns=[])
     with pytest.raises(RewardError, match="'f' raised CancelledError"):
         rewards.score([group("4")])
+
+
+def test_plain_and_async_functions_of_a_file_share_its_variables(functions, group):
+    path = functions(
+        """
+        import os
+        seen = []
+        def plain(completions): seen.append(os.getpid()); return [float(len(seen))] * len(completions)
+        async def later(completions): seen.append(os.getpid()); return [float(len(seen))] * len(completions)
+        async def bounded(completions): return [float(len(set(seen)))] * len(completions)
+        """
+    )
+    settings = [RewardSettings(function=f"{path}:{name}") for name in ("later", "plain")]
+    with build_rewards([*settings, RewardSettings(function=f"{path}:bounded", timeout=60.0)], columns=[]) as rewards:
+        assert [rewards.score([group("4")])[0].rewards.tolist() for _ in range(2)] == [[[2.0, 1.0, 1.0]], [[4.0, 3.0, 1.0]]]
+
+
+@pytest.mark.slow
+def test_an_async_function_that_holds_the_loop_is_late_alone(functions, group, monkeypatch):
+    """Its deadline is its own timeout, whatever others of its process may take; these are called again."""
+    monkeypatch.setattr("groupwise.rewards.calls.GRACE", 0.5)
+    path = functions(
+        """
+        import pathlib, time
+        async def patient(completions): return [1.0] * len(completions)
+        async def holds(completions):
+            pathlib.Path("held").touch()
+            time.sleep(3600)
+        """
+    )
+    settings = [RewardSettings(function=f"{path}:patient"), RewardSettings(function=f"{path}:holds", timeout=0.5)]
+    with build_rewards(settings, columns=[]) as rewards:
+        (scored,) = rewards.score([group("4")])
+    np.testing.assert_array_equal(scored.rewards, [[1.0, np.nan]])
 
 
 @pytest.mark.slow

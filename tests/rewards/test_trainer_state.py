@@ -16,8 +16,7 @@ from groupwise.config.settings import RewardSettings
 from groupwise.data.rollout_table import groups_of, table_of
 from groupwise.errors import RewardError
 from groupwise.records import Scored, Step
-from groupwise.rewards.compose import build_rewards
-from groupwise.rewards.find import LiveReward
+from groupwise.rewards.compose import LiveReward, build_rewards
 from groupwise.rewards.trainer_state import Notes, TrainerState
 from groupwise.runs.recorded import read_metrics, read_step
 

@@ -18,7 +18,7 @@ from groupwise.data.sources import kind_of, live_rows
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import live_model
 from groupwise.models.policy import Policy
-from groupwise.rewards.find import LiveReward
+from groupwise.rewards.compose import LiveReward
 
 if TYPE_CHECKING:
     from datasets import Dataset

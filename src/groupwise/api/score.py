@@ -19,9 +19,8 @@ from groupwise.config.settings import VERDICTS, RewardSettings
 from groupwise.data.sources import SourceRows, read_rows
 from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.rewards.compose import Rewards, as_messages, build_rewards, combine
-from groupwise.rewards.find import Completions
 from groupwise.rewards.registry import GOLD_COLUMNS
-from groupwise.rewards.user_functions import NO_COLUMN
+from groupwise.rewards.user_functions import NO_COLUMN, Completions
 from groupwise.runs import recorded
 from groupwise.runs.folder import Origin, origin_of
 from groupwise.runs.run_files import RunFiles

@@ -1,11 +1,10 @@
 """Calls of reward functions that live in worker processes: each is answered alone, under its deadline.
 
-One process serves the functions of a file (or module) that are not asynchronous and have no `timeout`: they share its state, as in
-any Python program, and are called in the order of the recipe.  A function with a `timeout` has a process to itself, so that its end
-costs no other's state.  The asynchronous functions of a file share another process, side by side in one event loop that stands
-still between calls, while the others are called: they share variables with each other, and with no function that is not
-asynchronous.  Training, evaluation, `check` and `score` call them in the same way.  A process that was killed starts again from the
-file.  Processes work side by side: each has a thread of this program that waits for it.
+One process serves the functions of a file (or module): they share its variables, as in any Python program.  The plain ones are
+called in the order of the recipe, then the asynchronous ones side by side, in one event loop that stands still between calls.  A
+plain function with a `timeout` has a process to itself, so that its end costs no other's variables.  Training, evaluation, `check`
+and `score` call them in the same way.  A process that was killed starts again from the file.  Processes work side by side: each has
+a thread of this program that waits for it.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
+from groupwise.config.live_objects import LIVE
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.functions import RewardCall
+from groupwise.rewards.returned import described, printable
 from groupwise.rewards.trainer_state import joined
-from groupwise.utils import threads
-from groupwise.utils.process_main import Function, message_of, raised_at
+from groupwise.rewards.user_functions import Reward, Signature
+from groupwise.utils.process_main import Function
 from groupwise.utils.processes import Died, NotStarted, Raised, Traceback, WorkerProcess
 
 DEFAULT_SECONDS = 600.0
@@ -38,74 +37,84 @@ GRACE = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a call ended: with values, or in one of three ways that are none."""
+    """What calls of a function gave."""
 
-    value: Any = None
-    failure: Literal["error", "timeout", "died"] | None = None
-    """`error`: it raised.  `timeout`: it was killed at the deadline.  `died`: its process ended by itself (a crash, no memory)."""
-    message: str = ""
-    kind: str = ""
-    """Name of the exception's type, for `error`."""
-    where: str = ""
-    """For `error`: file, line and source where it was raised."""
-    cause: BaseException | None = None
-    """For `error`: the exception itself, of a worker its traceback."""
-    label: str = ""
-    """The completion on which it failed, where that is known."""
+    values: list[Any]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What the function logged: see `trainer_state.Notes`."""
+    seconds: float
     late: tuple[int, ...] = ()
     """The completions whose call had no result within the function's own timeout; their value is empty."""
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    """What a reward function logged: see `trainer_state.Notes`."""
-    seconds: float = 0.0
 
 
-def failed(error: BaseException, start: float) -> Outcome:
-    """The outcome of a call in this process, begun at `start` (time.monotonic), that raised."""
-    seconds = time.monotonic() - start
-    kind = type(error).__name__
-    return Outcome(failure="error", message=message_of(error), kind=kind, where=raised_at(error), cause=error, seconds=seconds)
+def failure(reward: Reward, labels: Sequence[str], happened: str, text: str | None = None) -> RewardError:
+    r"""The error of a call that did not end with a value.   happened: what a function did.   text: the one completion.
+
+    It may quote a completion: control characters are shown as escapes.
+    """
+    shown = "" if text is None else f", {text!r}"
+    return _resumable(reward, printable(f"the reward function {reward.name!r} {happened}; on {described(labels)}") + shown)
 
 
-def outcome_of(call: RewardCall, answer: Mapping[str, Any] | None) -> Outcome | None:
-    """What an answer of `functions.Functions` says; None where there is none, because another call had failed."""
-    if answer is None:
-        return None
-    label = call.labels[0] if call.single else ""
-    if "error" in answer:
-        cause = Traceback(answer["trace"]) if answer["trace"] else None
-        words = {"message": answer["error"], "kind": answer["kind"], "where": answer["where"]}
-        return Outcome(failure="error", label=label, cause=cause, **words)
-    if "late" in answer:
-        return _late(call, answer["seconds"])
-    return Outcome(value=answer["values"], notes=answer["notes"], seconds=answer["seconds"])
+def raised(reward: Reward, labels: Sequence[str], words: Mapping[str, str], text: str | None = None) -> RewardError:
+    """The error of a call that raised.   words: of `process_main.described`."""
+    if words["kind"] == "RewardError":
+        return _resumable(reward, printable(words["error"]) + ("" if text is None else f", {text!r}"))
+    where = f" ({words['where']})" if words["where"] else ""
+    return failure(reward, labels, f"raised {words['kind']}: {words['error']}{where}", text)
 
 
-def _late(call: RewardCall, seconds: float) -> Outcome:
-    """The outcome of a call without a result in time: with the function's own timeout its completions have no value."""
-    if call.reward.timeout is None:
-        label = call.labels[0] if call.single and not call.reward.signature.asynchronous else ""
-        return Outcome(failure="timeout", message=f"no result within {time_limit(call):g} s", label=label, seconds=seconds)
-    return Outcome(
-        value=[[] if call.reward.signature.process else None for _ in call.labels],
-        late=tuple(range(len(call.labels))),
-        seconds=seconds,
+def _resumable(reward: Reward, message: str) -> RewardError:
+    error = RewardError(message)
+    if not reward.spec.startswith(LIVE):
+        error.add_note("to resume from a saved step with a repaired file: accept_changes=True")
+    return error
+
+
+def outcomes_of(calls: Sequence[RewardCall], answers: Sequence[Mapping[str, Any] | None]) -> list[Outcome]:
+    """What answers of `functions.Functions` say.  Raises RewardError for one that says what went wrong."""
+    outcomes = []
+    for call, answer in zip(calls, answers, strict=False):
+        if answer is None:
+            continue  # after another one's failure
+        if "error" in answer:
+            error = raised(call.reward, call.labels, answer, call.text)
+            raise error from (Traceback(answer["trace"]) if answer["trace"] else None)
+        outcomes.append(out_of_time(call, answer["late"], [call]) if "late" in answer else Outcome(**answer))
+    return outcomes
+
+
+def out_of_time(call: RewardCall, seconds: float, late: Sequence[RewardCall]) -> Outcome:
+    """The outcome of a call without a result in time.   late: all such calls.
+
+    Raises RewardError unless it is the function's own timeout.
+    """
+    if call.reward.timeout is not None:
+        values: list[Any] = [[] if call.reward.signature.process else None for _ in call.labels]
+        return Outcome(values=values, late=tuple(range(len(values))), seconds=seconds)
+    labels = [label for one in late if one.reward == call.reward for label in one.labels]
+    raise RewardError(
+        f"the reward function {call.reward.name!r} gave no result within {time_limit(call):g} s and was stopped; on "
+        f"{described(labels)}; if it may take so long, say how long by timeout: (calls without a result then count as None as "
+        "long as they are few)"
     )
 
 
-def all_together(calls: Sequence[RewardCall], outcomes: Sequence[Outcome | None]) -> Outcome | None:
-    """The outcome of all calls of one function: the first failure, else the values of all; None if it was stopped."""
-    failure = next((one for one in outcomes if one is not None and one.failure is not None), None)
-    ended = [one for one in outcomes if one is not None]
-    if failure is not None or len(ended) < len(outcomes):
-        return failure
-    counts, seconds = [len(call.labels) for call in calls], [one.seconds for one in ended]
+def all_together(ended: Sequence[tuple[RewardCall, Outcome]]) -> Outcome:
+    """The outcome of all calls of one function."""
+    counts, seconds = [len(call.labels) for call, _ in ended], [one.seconds for _, one in ended]
     begins = accumulate(counts, initial=0)
     return Outcome(
-        value=[value for one in ended for value in one.value],
-        late=tuple(begin + n for begin, one in zip(begins, ended, strict=False) for n in one.late),
-        notes=joined([one.notes for one in ended], counts),
-        seconds=max(seconds, default=0.0) if calls and calls[0].reward.signature.asynchronous else sum(seconds),
+        values=[value for _, one in ended for value in one.values],
+        late=tuple(begin + n for begin, (_, one) in zip(begins, ended, strict=False) for n in one.late),
+        notes=joined([one.notes for _, one in ended], counts),
+        seconds=max(seconds, default=0.0) if ended and ended[0][0].asynchronous else sum(seconds),
     )
+
+
+def order_of(call: RewardCall) -> tuple[bool, float]:
+    """By which calls of a process are sorted: plain ones come first, asynchronous ones are answered by their deadlines."""
+    return (call.asynchronous, time_limit(call) if call.asynchronous else 0.0)
 
 
 def time_limit(call: RewardCall) -> float:
@@ -121,23 +130,17 @@ class Host:
     def __init__(self, live: Callable[..., Function] | None = None) -> None:
         """live: makes what answers requests, in a fork of this process.  Default: functions found by name, in a fresh one."""
         self.live = live
-        self.specs: tuple[str, ...] = ()
+        self.specs: list[str] = []
         """Functions that are imported while it starts."""
         self.folder = os.getcwd()
         self.worker: WorkerProcess | None = None
-        self._owner = os.getpid()
 
     def start(self) -> WorkerProcess:
         """Begin to start, if it does not run."""
-        if self._owner != os.getpid():  # a fork of the parent must not talk to the parent's workers
-            self.worker, self._owner = None, os.getpid()
-        if self.worker is not None and not self.worker.alive():
+        if self.worker is None or not self.worker.alive():
             self.kill()
-        if self.worker is None:
-            if self.live is None:
-                self.worker = WorkerProcess("groupwise.rewards.functions:worker", self.specs, folder=self.folder)
-            else:
-                self.worker = WorkerProcess(self.live, folder=self.folder)
+            setup = () if self.live is not None else (self.specs,)
+            self.worker = WorkerProcess(self.live or "groupwise.rewards.functions:worker", *setup, folder=self.folder)
         return self.worker
 
     def ready(self) -> WorkerProcess:
@@ -150,81 +153,48 @@ class Host:
             raise RewardError(f"the worker process of {serves} could not start: {error}") from error.__cause__
         return worker
 
-    def describe(self, spec: str, name: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
-        """Import a function; its signature, or what is wrong with it.   name: in the log.
+    def describe(self, spec: str, name: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> Signature:
+        """Import a function.   name: in the log.
 
-        Raises ConfigError if the process ends meanwhile, or does not come to an end.
+        Raises ConfigError for one that cannot be imported or whose signature the data cannot satisfy.
         """
         try:
-            return self.ready().call("describe", spec, name, dict(arguments), columns, seconds=DEFAULT_SECONDS)
+            return Signature(**self.ready().call("describe", spec, name, dict(arguments), columns, seconds=DEFAULT_SECONDS))
         except TimeoutError:
-            why, cause = f"it did not end within {DEFAULT_SECONDS:g} s", None
-        except Died as died:
-            why, cause = str(died), None
-        except Raised as error:
-            why, cause = f"{error.kind}: {error.message}", error.__cause__
-        raise ConfigError(f"reward function {spec!r}: cannot be imported: {why}") from cause
+            why = f"it did not end within {DEFAULT_SECONDS:g} s"
+        except (Died, Raised) as error:
+            if isinstance(error, Raised) and error.kind == "ConfigError":
+                raise ConfigError(error.message) from None
+            why = str(error)
+        raise ConfigError(f"reward function {spec!r}: cannot be imported: {why}")
 
-    def run(self, calls: Sequence[RewardCall], stop: threading.Event) -> list[Outcome | None]:
-        """Make calls, asynchronous ones side by side, others in order, until one fails or `stop` is set.  Raises RewardError."""
-        outcomes: list[Outcome | None] = []
-        together = calls[0].reward.signature.asynchronous
-        while len(outcomes) < len(calls):
-            left = calls[len(outcomes) :]
-            if stop.is_set() or (outcomes and (outcomes[-1] is None or outcomes[-1].failure is not None)):
-                return outcomes + [None for _ in left]
+    def run(self, calls: Sequence[RewardCall], stop: threading.Event) -> list[Outcome]:
+        """Make calls until one fails or `stop` is set.   calls: sorted by `order_of`.   Raises RewardError."""
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(calls) and not stop.is_set():
+            left, answers, late = calls[len(outcomes) :], list[Any](), list[RewardCall]()
             try:
                 worker = self.ready()
                 worker.request(pickle.dumps(("call", *left)))  # on a busy machine a request for each takes ten times as long
+                began = time.monotonic()
                 for call in left:
-                    answer = worker.receive(time.monotonic() + time_limit(call) + GRACE * together)
-                    outcomes.append(outcome_of(call, answer))
+                    answers.append(worker.receive(began + time_limit(call) + (GRACE if call.asynchronous else 0.0)))
+                    began = began if call.asynchronous else time.monotonic()
             except TimeoutError:
                 self.kill()
-                late = calls[len(outcomes) :]
-                outcomes += [_late(call, time_limit(call)) for call in (late if together else late[:1])]
+                late = left[len(answers) :]
+                late = [call for call in late if order_of(call) == order_of(late[0])] if late[0].asynchronous else late[:1]
             except (Died, Raised) as error:
                 self.kill()
-                call = calls[len(outcomes)]
-                label = call.labels[0] if call.single and not together else ""
-                outcomes.append(None if stop.is_set() else Outcome(failure="died", message=str(error), label=label))
+                call = left[len(answers)]
+                text = None if call.asynchronous else call.text
+                raise failure(call.reward, call.labels, f"did not return: {error}", text) from None
+            outcomes += outcomes_of(left, answers)
+            outcomes += [out_of_time(call, time_limit(call), late) for call in late]
         return outcomes
 
     def kill(self) -> None:
-        """Kill the worker, if there is one."""
+        """Kill the worker, if there is one; a thread that waits for it sees its end."""
         worker, self.worker = self.worker, None
-        if worker is not None and self._owner == os.getpid():
+        if worker is not None:
             worker.kill()
-
-    def end(self) -> None:
-        """Have the worker killed; a thread that waits for it sees its end."""
-        worker = self.worker
-        if worker is not None and self._owner == os.getpid():
-            worker.end()
-
-
-class Running:
-    """Calls that are being made in hosts, which work side by side."""
-
-    def __init__(self, calls: Mapping[Host, Sequence[RewardCall]]) -> None:
-        self._stop = threading.Event()
-        self._hosts: dict[Future[list[Outcome | None]], Host] = {}
-        for host, some in calls.items():
-            self._hosts[threads.begin(partial(host.run, some, self._stop), "groupwise-rewards")] = host
-
-    def outcomes(self) -> dict[Host, list[Outcome | None]]:
-        """Wait until every call has ended, or one has failed: then the others are killed, and have none.  Raises RewardError."""
-        waiting = set(self._hosts)
-        while waiting:
-            ended, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            if any(one is not None and one.failure is not None for future in ended for one in future.result()):
-                self._stop.set()
-                for future in waiting:
-                    self._hosts[future].end()
-        return {host: future.result() for future, host in self._hosts.items()}
-
-    def kill(self) -> None:
-        """Break everything off: what comes later is not taken for the answer to another call."""
-        self._stop.set()
-        for host in self._hosts.values():
-            host.kill()

@@ -10,10 +10,10 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
+from concurrent.futures import Future, as_completed, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -22,18 +22,19 @@ from groupwise.config.recipes import demand_values
 from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.errors import ConfigError, Findings, RewardError
 from groupwise.records import Episode, Prompt, Rollout, Scored, Step
-from groupwise.rewards.calls import DEFAULT_SECONDS, SECONDS_EACH, Host, Outcome, Running, all_together, failed, outcome_of
+from groupwise.rewards import calls
+from groupwise.rewards.calls import Host, Outcome
 from groupwise.rewards.environment import EnvironmentState
-from groupwise.rewards.find import Completions, LiveReward, find_builtin
 from groupwise.rewards.functions import Functions, RewardCall
-from groupwise.rewards.registry import GOLD_COLUMNS
-from groupwise.rewards.returned import describe_failure, described, validated
+from groupwise.rewards.registry import GOLD_COLUMNS, find_builtin
+from groupwise.rewards.returned import described, validated
+from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.step_signals import step_signal
 from groupwise.rewards.trainer_state import TrainerState
-from groupwise.rewards.user_functions import Reward, Signature, read_signature
+from groupwise.rewards.user_functions import Completions, Reward, asynchronous, read_signature
+from groupwise.utils import process_main, threads
 from groupwise.utils.processes import STARTS
 from groupwise.utils.terminal import logger
-from groupwise.utils.threads import Thread
 
 log = logger(__name__)
 
@@ -41,6 +42,47 @@ LATE_SHARE = 0.1
 """A function that runs out of time in more of its calls than this, and more than once, is broken."""
 RESERVED = ("prompt", "completion")
 """Columns that are not passed on: they would be the recipe's demonstration, not the policy's words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveReward:
+    """A reward function that exists only in this process: a lambda, a closure, a bound method, a function of a notebook.
+
+    `runs: fork` (the default) calls it on the main thread of a fork of this process, made when the rewards are built.  It sees
+    everything as it was then; what it changes stays in the fork, from call to call, and is not seen here.  Like a function of a
+    file it can use signals, can be killed, and may hold the interpreter without holding up Ctrl-C.  A fork has no other thread of
+    this process: locks that they held stay locked, torch computes on one thread, and CUDA cannot be used.  A lock that blocks it
+    for ever shows as a call without a result.  Build rewards before models are loaded, and there is little to inherit.  After its
+    end (a timeout) it is forked again, from the process as it is then.
+
+    `runs: here` calls it in this process, always in the same thread, which is not the main one.  It sees and changes the
+    program's own objects (its arguments are still copies), may use CUDA, and cannot be stopped: a `timeout` is refused unless it is
+    asynchronous, `signal.alarm` raises, and while it holds the interpreter the whole program stands still.
+    """
+
+    function: Callable[..., Any]
+    weight: float = 1.0
+    name: str | None = None
+    """Name in the log; default: the function's."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments."""
+    timeout: float | None = None
+    """Seconds after which a call counts as None, as in `RewardSettings`."""
+    runs: Literal["fork", "here"] = "fork"
+
+    def settings(self) -> RewardSettings:
+        """The same as an entry of a recipe, apart from the function."""
+        inner = self.function.function if isinstance(self.function, ProcessReward) else self.function
+        name = self.name or getattr(inner, "__name__", type(inner).__name__)
+        if self.timeout is not None and not (math.isfinite(self.timeout) and self.timeout > 0.0):
+            raise ConfigError(f"the reward {name!r} has the timeout {self.timeout}; it is a number of seconds above 0")
+        if self.runs not in ("fork", "here"):
+            raise ConfigError(f"the reward {name!r} runs 'fork' or 'here', got {self.runs!r}")
+        if self.timeout is not None and self.runs == "here" and not asynchronous(inner):
+            raise ConfigError(
+                f"the reward {name!r} runs in this process and cannot be stopped: leave timeout out, or let it run 'fork'"
+            )
+        return RewardSettings(function=f"live:{name}", weight=self.weight, name=name, args=self.args, timeout=self.timeout)
 
 
 def build_rewards(
@@ -74,31 +116,50 @@ def build_rewards(
     offered = [column for column in columns if column not in RESERVED]
     entries = [_entry(one, place) for place, one in enumerate(settings)]
     wrong = Findings()
-    names = _names(entries, wrong)
-    hosts = _hosts(entries)
+    names = _names([one for one, _ in entries], wrong)
+    files = {file_of(one.function): Host() for one, live in entries if live is None and ":" in one.function}
+    rewards: list[Reward] = []
     try:
-        for host in hosts.values():
+        for host in files.values():
             host.start()  # they start side by side
-        rewards = _functions_of(entries, names, hosts, offered, tokenizer, wrong)
+        for place, (name, (one, live)) in enumerate(zip(names, entries, strict=True)):
+            with wrong.of(f"rewards.{place}.function"):
+                if live is None and ":" not in one.function:
+                    rewards.append(find_builtin(one, offered, tokenizer))
+                    continue
+                if live is not None:
+                    signature = read_signature(live.function, name, one.args, offered)
+                else:
+                    signature = files[file_of(one.function)].describe(one.function, name, one.args, offered)
+                rewards.append(
+                    Reward(
+                        name=name,
+                        weight=float(one.weight),
+                        spec=one.function,
+                        signature=signature,
+                        arguments=dict(one.args),
+                        timeout=one.timeout,
+                    )
+                )
         with wrong.of("verdict"):
             verdict = verdict_of([one for one, _ in entries], verdict)
             if verdict is not None and verdict not in names:
                 raise ConfigError(f"verdict: there is no reward {verdict!r}; the rewards are {', '.join(names)}")
         wrong.settle()
+        return Rewards(rewards, offered, files, verdict, {one.function: live for one, live in entries if live is not None})
     except BaseException:
-        for host in hosts.values():
+        for host in files.values():
             host.kill()
         raise
-    here = {one.function: live.function for one, live in entries if live is not None and live.runs == "here"}
-    return Rewards(rewards, offered, {names[place]: host for place, host in hosts.items()}, verdict, here)
 
 
-Entry = tuple[RewardSettings, LiveReward | None]
-"""A function as a recipe has it, and itself where it is an object of the program."""
+def file_of(spec: str) -> str:
+    """The file or module of a function."""
+    return spec.rpartition(":")[0]
 
 
-def _entry(one: RewardSettings | LiveReward | Callable[..., Any], place: int) -> Entry:
-    """One of the functions that `build_rewards` takes."""
+def _entry(one: RewardSettings | LiveReward | Callable[..., Any], place: int) -> tuple[RewardSettings, LiveReward | None]:
+    """One of the functions that `build_rewards` takes, as a recipe has it, and itself where it is an object of the program."""
     if isinstance(one, RewardSettings):
         if not one.function.startswith(LIVE):
             return one, None
@@ -111,10 +172,10 @@ def _entry(one: RewardSettings | LiveReward | Callable[..., Any], place: int) ->
     return one.settings(), one
 
 
-def _names(entries: Sequence[Entry], wrong: Findings) -> list[str]:
+def _names(settings: Sequence[RewardSettings], wrong: Findings) -> list[str]:
     """What each function is called in the log."""
     names: list[str] = []
-    for place, (one, _) in enumerate(entries):
+    for place, one in enumerate(settings):
         name = one.name or one.function.rpartition(":")[2]
         with wrong.of(f"rewards.{place}.args"):
             demand_values(one.args, f"rewards.{place}.args")
@@ -126,80 +187,6 @@ def _names(entries: Sequence[Entry], wrong: Findings) -> list[str]:
                 raise ConfigError(f"two reward functions have the name {name!r}; give one of them another by name:")
         names.append(name)
     return names
-
-
-def _functions_of(
-    entries: Sequence[Entry],
-    names: Sequence[str],
-    hosts: Mapping[int, Host],
-    columns: Sequence[str],
-    tokenizer: Any,
-    wrong: Findings,
-) -> list[Reward]:
-    """The functions, each with what it asks for; those of a file that cannot be imported are one mistake."""
-    rewards, unusable = [], set[Host]()
-    for place, (name, (one, live)) in enumerate(zip(names, entries, strict=True)):
-        if place in hosts and hosts[place] in unusable:
-            continue
-        with wrong.of(f"rewards.{place}.function"):
-            if live is None and ":" not in one.function:
-                rewards.append(find_builtin(one, columns, tokenizer))
-                continue
-            if live is not None:
-                signature = read_signature(live.function, name, one.args, columns)
-            else:
-                unusable.add(hosts[place])
-                described = hosts[place].describe(one.function, name, one.args, columns)
-                unusable.discard(hosts[place])
-                if "wrong" in described:
-                    raise ConfigError(described["wrong"])
-                signature = Signature.of(described)
-            reward = Reward(
-                name=name,
-                weight=float(one.weight),
-                spec=one.function,
-                signature=signature,
-                arguments=dict(one.args),
-                timeout=one.timeout,
-            )
-            rewards.append(reward)
-    return rewards
-
-
-def _hosts(entries: Sequence[Entry]) -> dict[int, Host]:
-    """The processes of functions that do not run in this one, by number.  Those of a file share one, unless they have a timeout."""
-    files: dict[str, Host] = {}
-    hosts: dict[int, Host] = {}
-    for n, (one, live) in enumerate(entries):
-        place, named, _ = one.function.rpartition(":")
-        if live is not None:
-            if live.runs == "fork":
-                hosts[n] = Host(lambda spec=one.function, f=live.function: Functions({spec: f}).answer)
-        elif one.timeout is not None:
-            hosts[n] = Host()
-        elif named:
-            hosts[n] = files.setdefault(place, Host())
-    return hosts
-
-
-def _settled(rewards: Sequence[Reward], hosts: Mapping[str, Host]) -> dict[str, Host]:
-    """The host of each function that has one.  Asynchronous functions of a file move together into one; they start here."""
-    final: dict[str, Host] = {}
-    together: dict[str, Host] = {}
-    here = [reward for reward in rewards if reward.name in hosts]
-    plain = {hosts[reward.name] for reward in here if not reward.signature.asynchronous}
-    for reward in here:
-        host = hosts[reward.name]
-        if host.live is None:
-            if reward.signature.asynchronous:
-                host = together.setdefault(reward.spec.rpartition(":")[0], Host() if host in plain else host)
-            host.specs = (*host.specs, reward.spec)
-        final[reward.name] = host
-    for host in set(hosts.values()) - set(final.values()):
-        host.kill()
-    for host in final.values():
-        host.start()
-    return final
 
 
 class Judge(Protocol):
@@ -221,20 +208,21 @@ class Rewards:
     def __init__(
         self,
         rewards: Sequence[Reward],
-        columns: Collection[str],
-        hosts: Mapping[str, Host],
+        columns: Collection[str] = (),
+        files: Mapping[str, Host] | None = None,
         verdict: str | None = None,
-        here: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        live: Mapping[str, LiveReward] | None = None,
     ) -> None:
-        """Use `build_rewards`."""
+        """Use `build_rewards`.   files: processes that have been started, by file.   live: functions of the program, by spec."""
         self.verdict = verdict
         """The function whose 1 says that a completion is right."""
         self._rewards = tuple(rewards)
         self._columns = tuple(columns)
-        self._hosts = _settled(self._rewards, hosts)
-        self._thread: Thread | None = None
-        """In which functions of the program run, where they run here: always the same, and never the main one, whoever asks."""
-        self._functions = Functions(here)
+        self._hosts = _hosts(self._rewards, dict(files or {}), live or {})
+        """Where functions run that do not run in this process, by name."""
+        self._thread: threads.Thread | None = None
+        """In which functions of the program run, where they run here: always the same, and never the main one, whoever calls."""
+        self._functions = Functions({spec: one.function for spec, one in (live or {}).items() if one.runs == "here"})
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
         """How long each function took in the last call, without what a worker process takes to start."""
@@ -276,21 +264,19 @@ class Rewards:
 
     def close(self) -> None:
         """Kill the workers; a call that another thread is waiting for fails."""
-        alone = self._lock.acquire(blocking=False)
         for host in self._hosts.values():
-            host.kill() if alone else host.end()
+            host.kill()
         if self._thread is not None:  # a later call has another one, and does not wait for a function that hangs
             self._thread.close()
             self._thread = None
-        if alone:
-            self._lock.release()
 
     def plan(self) -> Iterator[str]:
         """Each function with where it runs, and what happens to a call that does not end."""
         for reward in self._rewards:
             if reward.name in self._hosts:
                 each = "a completion" if reward.signature.single else "a call"
-                default = f"{DEFAULT_SECONDS:g} s" + ("" if reward.signature.single else f", or {SECONDS_EACH:g} s a completion,")
+                default = f"{calls.DEFAULT_SECONDS:g} s"
+                default += "" if reward.signature.single else f", or {calls.SECONDS_EACH:g} s a completion,"
                 late = (
                     f"{reward.timeout:g} s for {each}, then None"
                     if reward.timeout is not None
@@ -312,8 +298,9 @@ class Rewards:
             return []
         if not self._rewards:  # a teacher is learnt from
             return [unjudged(group) for group in groups]
-        values, notes = self._call(self._completions(rollouts))
-        metrics, columns = self._logged(notes)
+        outcomes = self._outcomes(self._completions(rollouts))
+        values = [outcome.values for outcome in outcomes]
+        metrics, columns = self._logged(outcomes)
         rewards = self.matrix(values)
         combined = combine(rewards, self.weights)
         process = self._process(rollouts, values)
@@ -338,60 +325,68 @@ class Rewards:
     def call(self, batch: Completions) -> list[list[Any]]:
         """K lists of N results: floats and None, or steps for process rewards.  Worker processes compute side by side, and beside
         what this process computes itself."""
-        return self._call(batch)[0]
+        return [outcome.values for outcome in self._outcomes(batch)]
 
-    def _call(self, batch: Completions) -> tuple[list[list[Any]], list[Mapping[str, Any]]]:
-        """What each function returned, and what it logged."""
+    def _outcomes(self, batch: Completions) -> list[Outcome]:
         with self._lock:  # rollouts ahead of training come from several threads, and a function need not bear that
-            outcomes = self._outcomes(batch)
-            self.seconds |= {r.name: o.seconds for r, o in zip(self._rewards, outcomes, strict=True) if o is not None}
-            values = [None if o is None else self._resolved(r, o, batch) for r, o in zip(self._rewards, outcomes, strict=True)]
-        assert all(one is not None for one in values), "a call without an outcome is beside one that failed"
-        return values, [one.notes for one in outcomes if one is not None]  # type: ignore[return-value]
+            outcomes = self._called(batch)
+            self.seconds |= {name: outcome.seconds for name, outcome in zip(self.names, outcomes, strict=True)}
+            for reward, outcome in zip(self._rewards, outcomes, strict=True):
+                self._count_late(reward, outcome, batch)
+            return outcomes
 
-    def _logged(self, notes: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    def _logged(self, outcomes: Sequence[Outcome]) -> tuple[dict[str, float], dict[str, list[Any]]]:
         """The metrics and columns of all functions.  Raises RewardError for a column that two of them log."""
         metrics: dict[str, list[float]] = {}
         columns: dict[str, list[Any]] = {}
-        for name, one in zip(self.names, notes, strict=True):
-            for metric, values in one.get("metrics", {}).items():
+        for name, outcome in zip(self.names, outcomes, strict=True):
+            for metric, values in outcome.notes.get("metrics", {}).items():
                 metrics.setdefault(metric, []).extend(values)
-            for column, values in one.get("columns", {}).items():
+            for column, values in outcome.notes.get("columns", {}).items():
                 if column in columns:
                     raise RewardError(f"the reward function {name!r} logs the column {column!r}, which another one logs, too")
                 columns[column] = values
         return {metric: mean_of_finite(values) for metric, values in metrics.items()}, columns
 
-    def _outcomes(self, batch: Completions) -> list[Outcome | None]:
-        """How the calls of each function ended; None for one that was stopped because another one had failed."""
-        calls = {reward.name: _calls(reward, batch, self.state) for reward in self._rewards if reward.function is None}
-        by_host: dict[Host | None, list[str]] = {}
-        for name in calls:
-            if calls[name]:
-                by_host.setdefault(self._hosts.get(name), []).append(name)
-        work = {host: [call for name in members for call in calls[name]] for host, members in by_host.items()}
-        running = Running({host: some for host, some in work.items() if host is not None})
+    def _called(self, batch: Completions) -> list[Outcome]:
+        """What each function gave.  The first failure ends all calls: their answers would be taken for those of the next."""
+        work: dict[Host | None, list[RewardCall]] = {}
+        for reward in self._rewards:
+            if reward.function is None:
+                work.setdefault(self._hosts.get(reward.name), []).extend(_calls(reward, batch, self.state))
+        work = {host: sorted(some, key=calls.order_of) for host, some in work.items()}
+        ended: dict[str, Outcome] = {}
+        made: list[tuple[RewardCall, Outcome]] = []
+        stop, running = threading.Event(), dict[Future[list[Outcome]], Host]()
         try:
+            for host, some in work.items():
+                if host is not None:
+                    running[threads.begin(partial(host.run, some, stop), "groupwise-rewards")] = host
             here = self._in_thread(work[None]) if None in work else None
-            ended: dict[str, Outcome | None]
-            ended = {reward.name: _here(reward, batch) for reward in self._rewards if reward.function is not None}
-            outcomes: dict[Host | None, list[Outcome | None]] = {}
+            for reward in self._rewards:
+                if reward.function is not None:
+                    ended[reward.name] = _in_this_process(reward, batch)
             if here is not None:
-                outcomes[None] = [outcome_of(call, answer) for call, answer in zip(work[None], here.result(), strict=True)]
-            outcomes |= running.outcomes()
-        except BaseException:  # Ctrl-C among others: their answers would be taken for those of the next call
-            running.kill()
+                made += zip(work[None], here.result(), strict=True)
+            for future in as_completed(running):
+                made += zip(work[running[future]], future.result(), strict=True)
+        except BaseException:  # Ctrl-C among others
+            stop.set()
+            while unfinished := wait(running, timeout=0.0).not_done:
+                for future in unfinished:
+                    running[future].kill()
+                wait(unfinished, timeout=0.05)
             raise
-        each = {host: iter(some) for host, some in outcomes.items()}
-        for name, some in calls.items():
-            ended[name] = all_together(some, [next(each[self._hosts.get(name)]) for _ in some])
+        for reward in self._rewards:
+            if reward.function is None:
+                ended[reward.name] = calls.all_together([one for one in made if one[0].reward is reward])
         return [ended[name] for name in self.names]
 
-    def _in_thread(self, calls: Sequence[RewardCall]) -> Future[list[dict[str, Any] | None]]:
-        """Call functions of the program in its thread; their answers."""
+    def _in_thread(self, some: Sequence[RewardCall]) -> Future[list[Outcome]]:
+        """Call functions of the program in its thread."""
         if self._thread is None:
-            self._thread = Thread("groupwise-rewards")
-        return self._thread.begin(lambda: list(self._functions.run(calls)))
+            self._thread = threads.Thread("groupwise-rewards")
+        return self._thread.begin(lambda: calls.outcomes_of(some, list(self._functions.run(some))))
 
     def counting(self, steps: Iterator[Step], done: int, last: int) -> Iterator[Step]:
         """The steps of a loop, which functions that ask for `trainer_state` are told of.   done: those before; last: its number."""
@@ -404,29 +399,20 @@ class Rewards:
         """float64 (N, K): what `call` returned as numbers, None as NaN, step rewards as their sum."""
         return np.stack([_column(reward, column) for reward, column in zip(self._rewards, values, strict=True)], axis=1)
 
-    def _resolved(self, reward: Reward, outcome: Outcome, batch: Completions) -> list[Any]:
-        """The one place that decides what a failed reward means.  A failure is not a wrong answer: scoring it 0 would teach the
-        policy to fail.  It ends the run, except that a call that ran out of time says nothing (None) as long as such calls are few.
+    def _count_late(self, reward: Reward, outcome: Outcome, batch: Completions) -> None:
+        """A failure is not a wrong answer: scoring it 0 would teach the policy to fail, so it ends the run.  Only a call that ran
+        out of its own time says nothing (None), as long as such calls are few.  Raises RewardError.
         """
-        if outcome.failure in ("error", "died"):
-            _refuse(reward, outcome, batch)
-        if outcome.failure == "timeout":
-            on = described([outcome.label] if outcome.label else batch.labels)
-            raise RewardError(
-                f"the reward function {reward.name!r} gave {outcome.message} and was stopped; on {on}; if it may take so long, "
-                "say how long by timeout: (calls without a result then count as None as long as they are few)"
-            )
         single, late = reward.signature.single, outcome.late
         self._calls[reward.name] += len(batch) if single else 1
         if late:
             self._late[reward.name] += len(late) if single else 1
-            without, calls = self._late[reward.name], self._calls[reward.name]
-            what = f"{without} of {calls} calls of the reward function {reward.name!r} had no result within {reward.timeout:g} s"
+            without, every = self._late[reward.name], self._calls[reward.name]
+            what = f"{without} of {every} calls of the reward function {reward.name!r} had no result within {reward.timeout:g} s"
             what += f"; the last on {described([batch.labels[index] for index in late])}"
-            if without > max(1.0, LATE_SHARE * calls):
+            if without > max(1.0, LATE_SHARE * every):
                 raise RewardError(f"{what}; give it more time (timeout:) or make it faster")
             log.warning("%s; they count as None", what)
-        return outcome.value
 
     def _completions(self, rollouts: Sequence[Rollout]) -> Completions:
         prompts = [prompt_of(rollout.prompt) for rollout in rollouts]
@@ -495,7 +481,7 @@ def _state(episode: Episode | None) -> EnvironmentState | None:
 
 def no_rewards() -> Rewards:
     """The rewards of a run that learns from a teacher: no function, and no reward for any completion."""
-    return Rewards((), (), {})
+    return Rewards(())
 
 
 def unjudged(group: Sequence[Rollout]) -> Scored:
@@ -534,13 +520,26 @@ def _column(reward: Reward, values: Sequence[Any]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _refuse(reward: Reward, outcome: Outcome, batch: Completions) -> NoReturn:
-    text = dict(zip(batch.labels, batch.texts, strict=False)).get(outcome.label or "")
-    shown = "" if text is None else f", {text[:200]!r}"
-    error = RewardError(describe_failure(reward.name, batch.labels, outcome) + shown)
-    if not reward.spec.startswith(LIVE):
-        error.add_note("to resume from a saved step with a repaired file: accept_changes=True")
-    raise error from outcome.cause
+def _hosts(rewards: Sequence[Reward], files: dict[str, Host], live: Mapping[str, LiveReward]) -> dict[str, Host]:
+    """The process of each function that has one, by name; they start here.   files: processes that can be used, by file."""
+    hosts: dict[str, Host] = {}
+    shared: dict[str, Host] = {}
+    for reward in rewards:
+        one, file = live.get(reward.spec), file_of(reward.spec)
+        if reward.function is not None or (one is not None and one.runs == "here"):
+            continue
+        if one is not None:
+            hosts[reward.name] = Host(lambda spec=reward.spec, f=one.function: Functions({spec: f}).answer)
+            continue
+        alone = reward.timeout is not None and not reward.signature.asynchronous
+        host = (None if alone else shared.get(file)) or files.pop(file, None) or Host()
+        host.specs.append(reward.spec)
+        hosts[reward.name] = host
+        if not alone:
+            shared[file] = host
+    for host in hosts.values():
+        host.start()
+    return hosts
 
 
 def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[RewardCall]:
@@ -550,24 +549,25 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Rewa
         parts = [([label], {name: values[n] for name, values in keywords.items()}) for n, label in enumerate(batch.labels)]
     else:
         parts = [(list(batch.labels), keywords)] if len(batch) else []
-    calls = []
+    made = []
+    texts = {label: text[:200] for label, text in zip(batch.labels, batch.texts, strict=True)}
     for labels, part in parts:
         try:
             payload = pickle.dumps(part)
         except Exception as error:  # whatever an object of a data row raises
             names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
             raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
-        calls.append(RewardCall(reward=reward, labels=labels, pickled=payload, state=state))
-    return calls
+        text = texts[labels[0]] if signature.single else None
+        made.append(RewardCall(reward=reward, labels=labels, pickled=payload, state=state, text=text))
+    return made
 
 
-def _here(reward: Reward, batch: Completions) -> Outcome:
+def _in_this_process(reward: Reward, batch: Completions) -> Outcome:
     """Call a built-in or a model."""
     assert reward.function is not None
     began, starts = time.monotonic(), STARTS.seconds
     try:
-        values = reward.function(**reward.keywords(batch), **reward.arguments)
-        value = validated(reward, values, batch.labels)
-    except Exception as error:  # an outcome like others, judged in one place
-        return failed(error, began)
-    return Outcome(value=value, seconds=max(0.0, time.monotonic() - began - (STARTS.seconds - starts)))
+        values = validated(reward, reward.function(**reward.keywords(batch), **reward.arguments), batch.labels)
+    except Exception as error:  # whatever it is, it names the function
+        raise calls.raised(reward, batch.labels, process_main.described(error)) from error
+    return Outcome(values=values, seconds=max(0.0, time.monotonic() - began - (STARTS.seconds - starts)))

@@ -12,10 +12,9 @@ import copy
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from groupwise.errors import ConfigError
 from groupwise.rewards.returned import validated
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.trainer_state import RUN_PARAMETERS, Notes, TrainerState
@@ -23,10 +22,12 @@ from groupwise.rewards.user_functions import Reward, find_named, read_signature
 from groupwise.utils.process_main import described
 
 if TYPE_CHECKING:
-    from groupwise.rewards.asynchronous import SideBySide
+    import asyncio
 
 ATOMS = (str, bytes, int, float, complex, bool, type(None))
 """What cannot be changed and needs no copy."""
+CLEANED_UP = 1.0
+"""Seconds that an asynchronous call which is cancelled has to clean up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +38,19 @@ class RewardCall:
     labels: Sequence[str]
     pickled: bytes
     """Pickle of the keyword arguments: values of the one completion, or lists with an entry per completion."""
-    state: TrainerState = field(default_factory=TrainerState)
+    state: TrainerState
+    text: str | None = None
+    """The beginning of the one completion, for messages."""
 
     @property
     def single(self) -> bool:
         """True: on one completion."""
         return self.reward.signature.single
+
+    @property
+    def asynchronous(self) -> bool:
+        """True: it is made beside others."""
+        return self.reward.signature.asynchronous
 
     def notes(self) -> Notes:
         """What it logs into."""
@@ -53,7 +61,7 @@ class RewardCall:
         columns, fixed = pickle.loads(self.pickled), copy.deepcopy(dict(self.reward.arguments))
         if not self.single:
             columns = {name: unshared(values) for name, values in columns.items()}
-        asks = [name for name in self.reward.signature.asks if name in RUN_PARAMETERS and name not in fixed]
+        asks = [name for name in self.reward.signature.asks if name in RUN_PARAMETERS]
         return columns | fixed | notes.parameters(asks, self.state)
 
     def ended(self, returned: Any, notes: Notes, began: float) -> dict[str, Any]:
@@ -96,7 +104,8 @@ class Functions:
     def __init__(self, live: Mapping[str, Any] | None = None) -> None:
         """live: functions that are given and not found by name."""
         self._functions: dict[str, Any] = dict(live or {})
-        self._side_by_side: SideBySide | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Kept between requests, so that sessions, locks and semaphores stay valid."""
 
     def find(self, spec: str) -> Any:
         """The function behind a name.  Raises ConfigError."""
@@ -105,28 +114,23 @@ class Functions:
         return self._functions[spec]
 
     def answer(self, what: str, *request: Any) -> Any:
-        """`describe`: a function, arguments and columns in, its signature or what is wrong with it out.  `call`: calls in."""
+        """`describe`: a function, arguments and columns in, its signature out.  `call`: calls in, their answers out."""
         return self._describe(*request) if what == "describe" else self.run(request)
 
     def _describe(self, spec: str, name: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
-        try:
-            return asdict(read_signature(self.find(spec), name, arguments, columns))
-        except ConfigError as error:
-            return {"wrong": str(error)}
+        return asdict(read_signature(self.find(spec), name, arguments, columns))
 
     def run(self, calls: Sequence[RewardCall]) -> Iterator[dict[str, Any] | None]:
-        """The answers to calls: the asynchronous ones are made side by side, then the others in order."""
-        waiting = [call for call in calls if call.reward.signature.asynchronous]
-        if waiting and self._side_by_side is None:
-            from groupwise.rewards.asynchronous import SideBySide  # most workers call no asynchronous function
-
-            self._side_by_side = SideBySide(self._inner)
-        together = self._side_by_side.run(waiting) if waiting and self._side_by_side is not None else []
-        failed, known = any(answer is not None and "error" in answer for answer in together), iter(together)
+        """The answers to calls: plain ones, made in order, then asynchronous ones, made side by side."""
+        failed = False
         for call in calls:
-            answer = next(known) if call.reward.signature.asynchronous else None if failed else self._plain(call)
-            failed = failed or (answer is not None and "error" in answer)
-            yield answer
+            if not call.asynchronous:
+                answer = None if failed else self._plain(call)
+                failed = failed or (answer is not None and "error" in answer)
+                yield answer
+        together = [call for call in calls if call.asynchronous]
+        if together:
+            yield from [None for _ in together] if failed else self._side_by_side(together)
 
     def _inner(self, call: RewardCall) -> Callable[..., Any]:
         function = self.find(call.reward.spec)
@@ -139,8 +143,51 @@ class Functions:
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: nobody but the function can have raised them here
             return described(error)
 
+    def _side_by_side(self, calls: Sequence[RewardCall]) -> Iterator[dict[str, Any] | None]:
+        """The answers to asynchronous calls.  After a failure the others are cancelled: none runs into the next request."""
+        import asyncio  # as much to import as the rest of a worker, and most workers call no asynchronous function
+
+        async def in_time(call: RewardCall, notes: Notes) -> asyncio.Task[Any] | None:
+            """A task that has ended; None: it was out of time, and has been cancelled, as it is if this is cancelled."""
+            task = asyncio.ensure_future(_contained(self._inner(call), call.keywords(notes)))
+            try:
+                done, _ = await asyncio.wait([task], timeout=call.reward.timeout)
+            finally:
+                task.cancel()
+                await asyncio.wait([task], timeout=CLEANED_UP)
+            return task if done else None
+
+        async def answer(call: RewardCall) -> dict[str, Any]:
+            began, notes = time.monotonic(), call.notes()
+            try:
+                task = await in_time(call, notes)
+                return {"late": time.monotonic() - began} if task is None else call.ended(task.result(), notes, began)
+            except (Exception, asyncio.CancelledError) as error:  # whatever a function raises is an answer, judged in one place
+                return described(error)
+
+        loop = self._loop = self._loop or asyncio.new_event_loop()
+        tasks = [loop.create_task(answer(call)) for call in calls]
+        running, cancelled = set(tasks), set[asyncio.Task[Any]]()
+        for task in tasks:
+            while task in running:
+                ended, running = loop.run_until_complete(asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))
+                if running and any("error" in one.result() for one in ended):
+                    cancelled, running = running, set()
+                    for one in cancelled:
+                        one.cancel()
+                    loop.run_until_complete(asyncio.wait(cancelled))
+            yield None if task in cancelled else task.result()
+
+
+async def _contained(function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
+    """What the function returns; an exception that would end the loop is an error like others."""
+    try:
+        return await function(**keywords)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from error
+
 
 def _builtin(name: str) -> Callable[..., Any]:
-    from groupwise.rewards.find import builtin_function  # a worker is given one only if it has a timeout
+    from groupwise.rewards.registry import builtin_function  # a worker is given one only if it has a timeout
 
     return builtin_function(name)

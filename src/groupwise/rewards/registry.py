@@ -8,13 +8,18 @@ a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from groupwise.config.settings import REWARDS
+from groupwise.config.settings import REWARDS, RewardSettings
+from groupwise.errors import ConfigError
 from groupwise.rewards.model import model_reward
+from groupwise.rewards.step_rewards import ProcessReward
+from groupwise.rewards.user_functions import NO_COLUMN, Reward, listed, read_signature
+from groupwise.utils.spelling import nearest
 
 GOLD_COLUMNS = ("answer", "solution")
 """Where `gold` is taken from: the first of these that the data have, or the column that `args: {column: ...}` names."""
@@ -25,3 +30,71 @@ MAKERS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType({"mod
 BUILTINS: Mapping[str, Callable[..., list[Any]]] = MappingProxyType(
     {name: getattr(import_module(f"groupwise.rewards.{module}"), name) for name, module in REWARDS.items() if name not in MAKERS}
 )
+
+
+def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: Any = None) -> Reward:
+    """The built-in that the settings name, its arguments checked.  tokenizer: the policy's.
+
+    Raises ConfigError for bad arguments or a column that the data lack.
+    """
+    name, arguments, gold = settings.name or settings.function, dict(settings.args), None
+    if settings.function in MAKERS:
+        function, arguments = _made(settings, name, tokenizer), {}
+    else:
+        function = builtin_function(settings.function)
+        gold = _gold_column(name, function, arguments, columns)
+    signature = read_signature(function, name, arguments, columns, gold)
+    inner = function.function if isinstance(function, ProcessReward) else function
+    model = settings.function in MAKERS
+    if not model:
+        inner(**{ask: [] for ask in signature.asks}, **arguments)  # refuses bad arguments now
+    return Reward(
+        name=name,
+        weight=float(settings.weight),
+        spec=settings.function,
+        signature=signature,
+        arguments=arguments,
+        function=inner if settings.timeout is None else None,
+        gold=gold,
+        reads="messages" if model else "texts",
+        timeout=settings.timeout,
+    )
+
+
+def _made(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
+    maker = MAKERS[settings.function]
+    known = {p.name: p for p in inspect.signature(maker).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for key in settings.args:
+        if key not in known:
+            raise ConfigError(f"the reward {name!r} has no argument {key!r}; it takes: {listed(known)}")
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in settings.args:
+            raise ConfigError(f"the reward {name!r} needs args: {{{key}: ...}}")
+    if settings.timeout is not None:
+        raise ConfigError(f"the reward {name!r} runs in this process, beside the policy, and cannot be stopped: leave timeout out")
+    return maker(tokenizer, **settings.args)
+
+
+def builtin_function(name: str) -> Callable[..., Any]:
+    """The function behind `accuracy`.  Raises ConfigError."""
+    if name in BUILTINS:
+        return BUILTINS[name]
+    named = [*BUILTINS, *MAKERS]
+    near = nearest(name, named)
+    hint = f"did you mean {near!r}?" if near is not None else f"built-in: {', '.join(named)}; your own: module:function"
+    raise ConfigError(f"there is no reward function {name!r}; {hint}")
+
+
+def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, Any], columns: Collection[str]) -> str | None:
+    """The column that a built-in's `gold` is taken from; takes `column` out of the arguments."""
+    if "gold" not in inspect.signature(function).parameters:
+        return None
+    chosen = arguments.pop("column", None)
+    wanted = GOLD_COLUMNS if chosen is None else (chosen,)
+    for column in wanted:
+        if column in columns:
+            return column
+    raise ConfigError(
+        f"the reward {name!r} compares with the column {' or '.join(map(repr, wanted))}, {NO_COLUMN}; "
+        f"columns: {listed(columns)}; name yours by args: {{column: ...}}"
+    )

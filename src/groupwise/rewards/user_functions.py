@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.trainer_state import RUN_PARAMETERS
 from groupwise.utils.imports import imported
-
-if TYPE_CHECKING:
-    from groupwise.rewards.find import Completions
 
 OFFERED = (
     "prompts",
@@ -46,11 +43,11 @@ NO_COLUMN = "which the data do not have"
 class Signature:
     """What a function asks for, and how it is called."""
 
-    asks: tuple[str, ...]
+    asks: Sequence[str]
     """What it is given by name: of `OFFERED` (or `SINGULAR`), `RUN_PARAMETERS`, columns, or `gold`."""
-    named: tuple[str, ...]
+    named: Sequence[str]
     """Its own parameters; what else it asks for is taken by its `**keywords`."""
-    optional: tuple[str, ...]
+    optional: Sequence[str]
     """Those with a default: what the completions do not come with is left out."""
     single: bool
     """True: it takes one completion and returns one number.  False: TRL's signature."""
@@ -58,11 +55,45 @@ class Signature:
     process: bool
     """True: it returns step rewards (see `step_rewards.py`)."""
 
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Signature:
-        """The signature of its fields as JSON has them, from a worker process."""
-        typed: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-        return cls(**typed)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completions:
+    """The arguments of reward functions: N completions with every column that they may ask for, one entry per completion."""
+
+    labels: Sequence[str]
+    """Name each completion in messages: `prompt id#index`."""
+    prompts: Sequence[Any]
+    """TRL's convention: messages if the row's prompt was messages, else its text (`compose.prompt_of`)."""
+    prompt_texts: Sequence[str]
+    """The text that the policy continues, chat template applied."""
+    completions: Sequence[Any]
+    """TRL's convention: `[{"role": "assistant", "content": text}]` if the prompt was messages, else the text."""
+    texts: Sequence[str]
+    prompt_messages: Sequence[Sequence[Mapping[str, Any]] | None] | None = None
+    """What the policy's chat template was given (`Prompt.messages`)."""
+    prompt_ids: Sequence[Sequence[int]] | None = None
+    completion_ids: Sequence[Sequence[int]] | None = None
+    written_ids: Sequence[Sequence[int]] | None = None
+    """Of `completion_ids` those that the policy wrote: what built-in functions count."""
+    finish_reasons: Sequence[str] | None = None
+    environments: Sequence[Any] | None = None
+    """The final `EnvironmentState` of each completion; None where it had no environment."""
+    environment_rewards: Sequence[float | None] | None = None
+    """The rewards that environments gave."""
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def offered(self, reads: Literal["rows", "texts", "messages"]) -> dict[str, Sequence[Any] | None]:
+        """What a function may ask for by name.   reads: as `Reward.reads`."""
+        names = {name: getattr(self, name) for name in OFFERED}
+        if reads == "texts":
+            names |= {"prompts": self.prompt_texts, "completions": self.texts}
+            names["completion_ids"] = self.written_ids or self.completion_ids
+        elif reads == "messages" and self.prompt_messages is not None:
+            names["prompts"] = [chat or text for chat, text in zip(self.prompt_messages, self.prompts, strict=True)]
+        return {**self.columns, **names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,37 +110,25 @@ class Reward:
     """Built-ins that run in this process: the function itself.  None: it is called elsewhere, by its `spec`."""
     gold: str | None = None
     """The column behind `gold`, for built-ins that compare with one."""
-    builtin: bool = False
-    """It reads the text of prompts and completions, whatever the rows hold."""
-    model: bool = False
-    """It reads the messages that the policy's chat template was given."""
+    reads: Literal["rows", "texts", "messages"] = "rows"
+    """Prompts and completions as the rows have them (a user's function), always as text (a built-in), or as the messages that the
+    policy's chat template was given (a model)."""
     timeout: float | None = None
     """Seconds of one call: of a completion where it takes one, else of all that are scored at once."""
 
     def keywords(self, batch: Completions) -> dict[str, Any]:
         """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
+        signature, offered = self.signature, batch.offered(self.reads)
+        if self.gold is not None:
+            offered["gold"] = batch.columns[self.gold]
         keywords: dict[str, Any] = {}
-        for name in self.signature.asks:
-            if name in self.arguments or name in RUN_PARAMETERS:
-                continue
-            wanted = SINGULAR.get(name, name) if self.signature.single else name
-            if wanted == "gold" and self.gold is not None:
-                keywords[name] = list(batch.columns[self.gold])
-            elif self.builtin and wanted in ("prompts", "completions"):
-                keywords[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
-            elif self.model and wanted == "prompts" and batch.prompt_messages is not None:
-                keywords[name] = [chat or text for chat, text in zip(batch.prompt_messages, batch.prompts, strict=True)]
-            elif self.builtin and wanted == "completion_ids" and batch.written_ids is not None:
-                keywords[name] = list(batch.written_ids)
-            elif wanted in OFFERED:
-                value = getattr(batch, wanted)
-                if value is None and (name not in self.signature.named or name in self.signature.optional):
-                    continue  # its **keywords would have taken it, or its default stands
-                if value is None:
-                    raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
-                keywords[name] = list(value)
-            else:
-                keywords[name] = list(batch.columns[wanted])
+        for name in signature.asks:
+            wanted = SINGULAR.get(name, name) if signature.single else name
+            values = offered.get(wanted)
+            if values is not None:
+                keywords[name] = list(values)
+            elif name in signature.named and name not in (*signature.optional, *RUN_PARAMETERS):
+                raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
         return keywords
 
 
