@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -394,9 +395,9 @@ def test_memory_that_does_not_suffice_is_no_fault_of_the_family(to: torch.dtype)
 
 
 def test_without_room_for_float32_the_runs_type_is_compared_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.proof.prove.has_room", lambda policy: False)
+    monkeypatch.setattr("groupwise.proof.prove._has_room", lambda policy: False)
     proof = proven(LlamaForCausalLM, to=BF16, sampler=NATIVE)
-    assert proof.place == "on cpu in bfloat16" and proof.paths == ("scoring", "sampling", "training")
+    assert proof.place == "on cpu in bfloat16" and proof.paths == ("scoring", "training", "sampling")
     for kind in (planted.MixesNeighbours, planted.TiesTheWrongHead, planted.ShiftsPositions, planted.ForgetsAGradient):
         with pytest.raises(ConfigError, match=f"{kind.__name__} cannot .*: (scoring|training) does not equal"):
             proven(kind, to=BF16)
@@ -499,25 +500,22 @@ def test_a_proof_is_made_once_for_the_same_code_weights_device_and_texts(
         model.lm_head.weight.add_(0.01)
     prove(make_policy(model, TOKENIZER), longest=64)
     assert count() == len(others) + 2, "of other weights"
-    monkeypatch.setattr(cache, "_processor", lambda: "another")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "another")
     proven(LlamaForCausalLM, longest=64)
     assert count() == len(others) + 3, "on another device"
-    monkeypatch.setattr(cache, "_version", lambda package: "0.0.1")
-    cache._code.cache_clear()
+    monkeypatch.setattr("transformers.__version__", "0.0.1")
     proven(LlamaForCausalLM, longest=64)
     assert count() == len(others) + 4, "by other code"
-    cache._code.cache_clear()
 
 
 def test_other_code_of_the_library_is_proven_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cache, "_files", lambda: iter([tmp_path / "code.py"]))
-    keys = []
+    folder = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(cache, "find_spec", lambda package: folder if package == "groupwise" else None)
+    digests = []
     for text in ("a", "b", "a"):
         (tmp_path / "code.py").write_text(text)
-        cache._code.cache_clear()
-        keys.append(cache._code())
-    cache._code.cache_clear()
-    assert keys[0] == keys[2] != keys[1]
+        digests.append(cache.library_digest.__wrapped__())
+    assert digests[0] == digests[2] != digests[1]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"family": "Llama"}), "\ud800"])

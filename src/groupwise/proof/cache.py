@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import platform
-from collections.abc import Iterator
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,83 +22,66 @@ from groupwise.ops.kernels import absence
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
 
-KNOWN = ("torch", "transformers", "peft", "groupwise")
-"""Packages whose code has a version, or is read."""
+VERSIONED = ("torch", "transformers", "peft")
+"""Packages whose version says which code they hold."""
 
 
-def key(policy: Policy, asked: str) -> str | None:
-    """A name for a proof; None for a model that holds code of anybody else, which is proven by every process.
+def file_of(policy: Policy, facts: Sequence[Any]) -> Path | None:
+    """Where the proof of a policy lies; None for a model that holds code of anybody else, which every process proves.
 
-    asked: what else the proof depends on.
+    facts: what else the proof depends on.
     """
     model, device = policy.model, policy.device
-    if not all(_known(module) for module in model.modules()):
+    if not all(map(_is_known, model.modules())):
         return None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, kernels: {absence()}"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else processor
     trained = sum(parameter.requires_grad for parameter in model.parameters())
-    facts = [asked, device.type, name, policy.dtype, policy.autocast, policy.attention, policy.vocabulary, policy.context, trained]
+    facts = [*facts, where, policy.dtype, policy.autocast, policy.attention, policy.vocabulary, policy.context, trained]
+    facts += [getattr(sys.modules.get(package), "__version__", None) for package in VERSIONED]
     config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-    written = json.dumps([type(model).__qualname__, config, facts, _code()], default=str, sort_keys=True)
-    digest = hashlib.sha256(written.encode())
+    text = json.dumps([type(model).__qualname__, config, facts, library_digest()], default=str, sort_keys=True)
+    digest = hashlib.sha256(text.encode())
     for part in sampled_weights(model):
         digest.update(part)
-    return digest.hexdigest()[:32]
+    return cache_folder() / "proofs" / f"{digest.hexdigest()[:32]}.json"
 
 
-def read(key: str | None) -> dict[str, Any] | None:
-    """The fields of a proof; None if there is none, or none that can be read."""
-    if key is None:
-        return None
+def read(file: Path | None) -> dict[str, Any]:
+    """The fields of a proof; none if there is none, or none that can be read."""
     with suppress(OSError, ValueError):
-        fields = json.loads(_file(key).read_text(encoding="utf-8"))
-        if isinstance(fields, dict) and {"family", "paths", "place", "lengths", "switches", "difference"} <= fields.keys():
+        fields = json.loads(file.read_bytes()) if file is not None else None
+        if (
+            isinstance(fields, dict)
+            and {"family", "paths", "place", "lengths", "switches", "difference", "before"} == fields.keys()
+        ):
             return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return None
+    return {}
 
 
-def write(key: str | None, proof: Any) -> None:
+def write(file: Path | None, fields: dict[str, Any]) -> None:
     """Remember a proof; a cache that cannot be written costs the next load its time."""
-    if key is not None:
+    if file is not None:
         with suppress(OSError):
-            _file(key).parent.mkdir(exist_ok=True)
-            files.write(_file(key), json.dumps(asdict(proof)).encode())
+            file.parent.mkdir(exist_ok=True)
+            files.write(file, json.dumps(fields).encode())
 
 
-def _file(key: str) -> Path:
-    return cache_folder() / "proofs" / f"{key}.json"
-
-
-def _known(module: nn.Module) -> bool:
+def _is_known(module: nn.Module) -> bool:
     """True if nobody else's code runs in a module's forward pass."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     codes = type(module).__module__, getattr(module.forward, "__module__", None) or ""
-    return not hooks and all(code.partition(".")[0] in KNOWN for code in codes)
-
-
-def _processor() -> str:
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, kernels: {absence()}"
+    return not hooks and all(code.partition(".")[0] in (*VERSIONED, "groupwise") for code in codes)
 
 
 @functools.cache
-def _code() -> list[str | None]:
-    """This library and its kernels, by their contents, for installers may give all files one time; and those it computes with."""
-    seen = hashlib.sha256()
-    for file in _files():
-        seen.update(file.read_bytes())
-    return [seen.hexdigest(), *map(_version, ("torch", "transformers", "peft"))]
-
-
-def _files() -> Iterator[Path]:
+def library_digest() -> str:
+    """This library and its kernels, by their contents: installers may give all files one time."""
+    digest = hashlib.sha256()
     for package in ("groupwise", "groupwise_cpu"):
         spec = find_spec(package)
         for place in spec.submodule_search_locations or () if spec else ():
-            for folder, folders, names in os.walk(place):
-                folders.sort()
-                yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".so")))
-
-
-def _version(package: str) -> str | None:
-    """Of a package that may not be installed."""
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return None
+            for file in sorted(Path(place).rglob("*.*")):
+                if file.suffix in (".py", ".so"):
+                    digest.update(file.read_bytes())
+    return digest.hexdigest()

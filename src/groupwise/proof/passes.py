@@ -27,52 +27,38 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import head_scores, reads_tokens
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
-from groupwise.records import Rollout, Sample
+from groupwise.proof.texts import Text
 
 MANY = 30_000_000
 """Parameters of a model of which the gradients of all are compared; of a larger one see `some_gradients`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Text:
-    """A text that both ways compute."""
-
-    sample: Sample
-    rollout: Rollout | None = None
-    """What an engine drew, of which the sample has the first tokens or all."""
-
-    @property
-    def size(self) -> int:
-        """Tokens that are computed: the last one of a text is predicted alone."""
-        return self.sample.prompt.size + self.sample.completion.size - 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PassResults:
-    """What one way says of texts."""
+    """What one way gives of texts."""
 
     values: list[np.ndarray]
     """Of each: log-probs of its completion's tokens (n,), nats; of a scoring model its score (1,)."""
-    gradient: dict[str, Tensor]
+    gradient: dict[str, Tensor] = field(default_factory=dict)
     """By parameter; of a sharded one this process's shard."""
     drawn: list[np.ndarray] = field(default_factory=list)
-    """Of each that an engine drew: log-probs of its tokens in the distribution that they were drawn from."""
+    """Of each that an engine drew: see `Text.drawn`."""
     first: list[Tensor] = field(default_factory=list)
     """Log-probs of all tokens right behind each prompt (V,)."""
 
 
 def model_pass(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
     """By the model's own pass, one text at a time."""
-    model, scores = policy.model.eval(), reads_tokens(policy)
+    model, scores, results = policy.model.eval(), reads_tokens(policy), PassResults([])
     model.zero_grad(set_to_none=True)
-    found, few = PassResults([], {}), "logits_to_keep" if "logits_to_keep" in inspect.signature(model.forward).parameters else None
+    few = "logits_to_keep" in inspect.signature(model.forward).parameters
     with plain_attention(model), torch.set_grad_enabled(gradients):
         for text in texts:
             sample = text.sample
             ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
-            asked = {} if few is None else {few: sample.completion.size}
+            options = {"logits_to_keep": sample.completion.size} if few else {}
             with policy.precision():
-                logits = model(input_ids=ids[None], use_cache=False, **asked).logits
+                logits = model(input_ids=ids[None], use_cache=False, **options).logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             if scores:
                 value_N = logits[0]
@@ -80,31 +66,30 @@ def model_pass(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> Pas
                 logits_NV = logits[0, -sample.completion.size :, : policy.vocabulary]
                 logp_NV = logits_NV.log_softmax(-1)
                 value_N = logp_NV.gather(1, torch.from_numpy(sample.completion).to(policy.device)[:, None])[:, 0]
-                found.first.append(logp_NV[0].detach())
+                results.first.append(logp_NV[0].detach())
                 if text.rollout is not None:
-                    found.drawn.append(_drawn(text, logits_NV.detach()))
+                    results.drawn.append(_drawn(text, logits_NV.detach().double()))
             if gradients and value_N.requires_grad:
                 weight_N = torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N)
                 (weight_N * value_N.square()).sum().backward()
-            found.values.append(value_N.detach().double().cpu().numpy())
-    model.eval()
-    return PassResults(found.values, take_gradients(policy) if gradients else {}, found.drawn, found.first)
+            results.values.append(value_N.detach().double().cpu().numpy())
+    results.gradient.update(take_gradients(policy) if gradients else {})
+    return results
 
 
 def _drawn(text: Text, logits_NV: Tensor) -> np.ndarray:
     """Log-probs of a rollout's tokens at its temperature, over the support that it was drawn from."""
-    rollout, n = text.rollout, text.sample.completion.size
+    rollout, count = text.rollout, logits_NV.shape[0]
     assert rollout is not None
-    logits_NV = logits_NV.double() / (rollout.sampling.temperature or 1.0)
-    if rollout.support is None:
-        total_N = logits_NV.logsumexp(-1)
-    else:
-        among = zip(rollout.support[:n], logits_NV, strict=True)
-        total_N = torch.stack(
-            [logits_V[torch.from_numpy(ids.astype(np.int64)).to(logits_V.device)].logsumexp(0) for ids, logits_V in among]
+    logits_NV = logits_NV / (rollout.sampling.temperature or 1.0)
+    chosen_N = torch.from_numpy(rollout.tokens[:count]).to(logits_NV.device)
+    logp_N = logits_NV.gather(1, chosen_N[:, None])[:, 0]
+    for n, logits_V in enumerate(logits_NV):
+        among = (
+            slice(None) if rollout.support is None else torch.from_numpy(rollout.support[n].astype(np.int64)).to(logits_V.device)
         )
-    chosen_N = torch.from_numpy(rollout.tokens[:n]).to(logits_NV.device)
-    return (logits_NV.gather(1, chosen_N[:, None])[:, 0] - total_N).cpu().numpy()
+        logp_N[n] -= logits_V[among].logsumexp(0)
+    return logp_N.cpu().numpy()[rollout.trained[:count]]
 
 
 def run_pass(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:

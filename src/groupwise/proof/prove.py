@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,17 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import REMEDY as SCORES_REMEDY
 from groupwise.models.reward_head import reads_tokens
 from groupwise.proof import cache
-from groupwise.proof.passes import PassResults, Text, model_pass, run_pass, some_gradients, take_gradients
-from groupwise.proof.texts import FULL, NEAR, Sampler, drawn, size_of, switches, written
+from groupwise.proof.passes import PassResults, model_pass, run_pass, some_gradients, take_gradients
+from groupwise.proof.texts import FULL, NEAR, Sampler, Text, drawn, size_of, switches, written
 
-VALUES, GRADIENTS = 2e-4, (2e-3, 1e-3)
-"""Largest differences in float32: of a log-prob in nats; of a parameter's gradient, relative to its norm and a part of the largest
-parameter's."""
-COARSE, COARSE_GRADIENTS = 0.1, (0.35, 0.05)
-"""The same in a lower type: of the median log-prob, relative to the spread of all; of a gradient as above."""
+VALUES = 2e-4
+"""Largest difference of a log-prob in float32, nats."""
+GRADIENTS = (2e-3, 1e-3)
+"""Largest difference of a parameter's gradient in float32, relative to its norm and a part of the largest parameter's."""
+COARSE_VALUES = 0.1
+"""Largest median difference of log-probs in a lower type, relative to their spread."""
+COARSE_GRADIENTS = (0.35, 0.05)
+"""As `GRADIENTS`, in a lower type."""
 UNSAID = 512
 """Tokens of the longest text where nobody says one."""
 SINGLE = "this family is not supported: use another model"
@@ -86,19 +89,17 @@ def prove(
     """
     longest = max(min(policy.context, longest), 4)
     engine = None if sampler is None else (sampler.name, sampler.path, sampler.sampling, sampler.conversations)
-    key = cache.key(policy, repr((longest, train, recompute, engine)))
-    fields = cache.read(key)
-    hits = comm.gather([fields is not None]) if policy.sharded else [fields is not None]
-    if fields is not None and all(hits):
-        return replace(ModelProof(**fields), before=True)
-    case = _Case(policy, longest, sampler, train, recompute)
+    file = cache.file_of(policy, [longest, train, recompute, engine])
+    fields = cache.read(file)
+    if all(comm.gather([bool(fields)]) if policy.sharded else [fields]):
+        return ModelProof(**fields)
     try:
-        with filled_adapter(policy):
-            proof = case.proven()
+        with _filled_adapter(policy):
+            proof = _Case(policy, longest, sampler, train, recompute).proven()
     finally:
         policy.model.eval().zero_grad(set_to_none=True)
         reshard(policy)
-    cache.write(key, proof)
+    cache.write(file, asdict(replace(proof, before=True)))
     return proof
 
 
@@ -111,6 +112,8 @@ class _Case:
     sampler: Sampler | None
     train: bool
     recompute: bool
+    coarse: bool = False
+    """Products are rounded to a lower type."""
 
     @property
     def family(self) -> str:
@@ -123,26 +126,26 @@ class _Case:
     @property
     def remedy(self) -> str:
         """What to do if streams differ."""
+        if self.coarse:
+            return FLOAT32
         return SINGLE if self.policy.attention == "single" else SCORES_REMEDY if reads_tokens(self.policy) else REMEDY
 
-    def refusal(self, path: str, said: str, remedy: str) -> ConfigError:
-        return ConfigError(
-            f"{self.family} cannot be trained like this: {path} does not equal the model's own forward pass ({said}); {remedy}"
-        )
+    def refusal(self, path: str, difference: str, remedy: str) -> ConfigError:
+        what = f"{path} does not equal the model's own forward pass ({difference})"
+        return ConfigError(f"{self.family} cannot be trained like this: {what}; {remedy}")
 
     def proven(self) -> ModelProof:
         """Raises ConfigError for what differs."""
-        policy, paths = self.policy, list[str]()
-        lower, types = policy.autocast or policy.dtype == torch.bfloat16, list[str]()
-        if not lower or has_room(policy):
-            with widened(policy) as exact, self.in_words(self.remedy):
-                texts, paths, worst = replace(self, policy=exact).in_float32()
+        policy, types, results = self.policy, list[str](), list[tuple[list[Text], list[str], float]]()
+        lower = policy.autocast or policy.dtype == torch.bfloat16
+        if not lower or _has_room(policy):
+            with _widened(policy) as exact:
+                results.append(replace(self, policy=exact).compared())
                 types.append(str(exact.dtype).removeprefix("torch."))
         if lower:
-            with self.in_words(FLOAT32):
-                coarse = self.coarsely()
-            texts, paths, worst = (texts, paths, worst) if types else coarse
+            results.append(replace(self, coarse=True).compared())
             types.append("autocast" if policy.autocast else "bfloat16")
+        texts, paths, difference = results[0]
         name = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
         return ModelProof(
             family=self.family,
@@ -150,68 +153,70 @@ class _Case:
             place=f"on {policy.device.type}{name} in {' and '.join(types)}",
             lengths=tuple(sorted({text.size for text in texts})),
             switches=switches(policy.model, self.longest),
-            difference=worst,
+            difference=difference,
         )
 
-    @contextmanager
-    def in_words(self, remedy: str) -> Iterator[None]:
-        """A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too."""
+    def compared(self) -> tuple[list[Text], list[str], float]:
+        """The texts, what is equal, and the largest difference.
+
+        A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too.
+        """
         try:
-            yield
+            return self.compare_all()
         except (ConfigError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # as above
-            raise ConfigError(f"{self.family} cannot be trained like this: it fails ({_words(error)}); {remedy}") from error
+            raise ConfigError(f"{self.family} cannot be trained like this: it fails ({_words(error)}); {self.remedy}") from error
 
-    def texts(self) -> tuple[list[Text], list[Text], ConfigError | None]:
-        """Those whose gradients are compared, and the others; what the engine draws, or why it draws nothing.
-
-        Gradients are compared of short texts; of a large model on a CPU of one group alone.
-        """
-        policy, size, failed = self.policy, size_of(self.policy), None
-        if self.sampler is None:
-            found = written(policy, size, self.longest)
-        else:
-            try:
-                found = drawn(policy, self.sampler, size, self.longest)
-            except (MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:  # as of `in_words`; what else differs is said first
-                found = written(policy, size, self.longest)
-                failed = self.refusal(self.sampler.path, _words(error), self.sampler.remedy)
-        groups = [text.sample.group for text in found]
-        learn = [text for text in found if text.size <= NEAR and (size is FULL or groups.count(text.sample.group) > 1)]
-        return learn, [text for text in found if text not in learn], failed
-
-    def in_float32(self) -> tuple[list[Text], list[str], float]:
-        """The texts, what is equal, and the largest difference."""
-        policy, path = self.policy, self.path
-        learn, others, failed = self.texts()
-        texts, paths = [*learn, *others], [path]
-        with some_gradients(policy, head=size_of(policy) is FULL):
+    def compare_all(self) -> tuple[list[Text], list[str], float]:
+        """As `compared`.  Gradients are compared of short texts; of a large model on a CPU of one group alone."""
+        policy, size, sampler, paths = self.policy, size_of(self.policy), self.sampler, [self.path]
+        texts, failed = self.texts()
+        groups = [text.sample.group for text in texts]
+        learn = [text for text in texts if text.size <= NEAR and (size is FULL or groups.count(text.sample.group) > 1)]
+        others = [text for text in texts if text not in learn]
+        texts = [*learn, *others]
+        with some_gradients(policy, head=size is FULL):
             expected, beside = model_pass(policy, learn, gradients=self.train), model_pass(policy, others, gradients=False)
-            values, by_engine = [*expected.values, *beside.values], [*expected.drawn, *beside.drawn]
-            self.check_own(learn, expected)
+            if not self.coarse:
+                self.check_model(learn, expected)
             trained = self.update(learn, self.recompute)
-            worst = self.compare(path, trained.values, expected.values)
             # Another stream of the same size, so that nothing of the first may serve it.
-            self.compare(path, run_pass(policy, learn[::-1], gradients=False).values[::-1], expected.values)
-            if others:
-                worst = max(worst, self.compare(path, run_pass(policy, texts, gradients=False).values, values))
+            again = run_pass(policy, learn[::-1], gradients=False).values[::-1]
+            together = run_pass(policy, texts, gradients=False).values if others else []
+            values = [*expected.values, *beside.values]
+            spread = float(np.concatenate(values).std()) + 1e-3
+            worst = self.compare(self.path, trained.values + again, expected.values * 2, self.remedy, spread)
+            worst = max(worst, self.compare(self.path, together, values[: len(together)], self.remedy, spread))
             if self.train:
                 paths += self.compare_updates(learn, trained, expected)
         if failed is not None:
             raise failed
-        if self.sampler is not None:
-            worst = max(worst, self.compare_drawn(self.sampler.path, texts, by_engine))
-            paths.append(self.sampler.path)
-            if self.sampler.conversations:
-                talk = drawn(policy, self.sampler, size_of(policy), self.longest, talks=True)
-                worst = max(worst, self.compare_drawn("conversations", talk, model_pass(policy, talk, gradients=False).drawn))
-                paths.append("conversations")
+        if sampler is not None:
+            by_engine = [text.drawn for text in texts]
+            worst = max(worst, self.compare(sampler.path, by_engine, expected.drawn + beside.drawn, sampler.remedy, spread))
+            paths.append(sampler.path)
+        if sampler is not None and sampler.conversations and not self.coarse:
+            talk = drawn(policy, sampler, size, self.longest, talks=True)
+            by_model = model_pass(policy, talk, gradients=False).drawn
+            worst = max(worst, self.compare("conversations", [text.drawn for text in talk], by_model, sampler.remedy, spread))
+            paths.append("conversations")
         return texts, paths, worst
 
-    def check_own(self, texts: Sequence[Text], expected: PassResults) -> None:
+    def texts(self) -> tuple[list[Text], ConfigError | None]:
+        """What is compared, and why the engine has drawn none of it: that is raised behind what else differs."""
+        size = size_of(self.policy)
+        if self.sampler is None:
+            return written(self.policy, size, self.longest), None
+        try:
+            return drawn(self.policy, self.sampler, size, self.longest), None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # as in `compared`
+            failed = self.refusal(self.sampler.path, _words(error), self.sampler.remedy)
+            return written(self.policy, size, self.longest), failed
+
+    def check_model(self, texts: Sequence[Text], expected: PassResults) -> None:
         """Raises ConfigError for a model whose own pass gives no numbers, is noisy, or lets tokens see what comes after them."""
         finite = all(np.isfinite(values).all() for values in expected.values)
         wrong = [name for name, gradient in expected.gradient.items() if not gradient.isfinite().all()]
@@ -254,7 +259,7 @@ class _Case:
             self.compare_gradients("training", self.update(texts, False).gradient, expected.gradient, self.remedy)
             self.compare_gradients("recompute", trained.gradient, expected.gradient, AGAIN)
         paths = ["training", *(["recompute"] if self.recompute else [])]
-        if router_coefficient(self.policy) > 0.0:
+        if router_coefficient(self.policy) > 0.0 and not self.coarse:
             self.compare_router(texts[-1])
             paths.append("router")
         return paths
@@ -272,83 +277,51 @@ class _Case:
             raise ConfigError(f"{self.family} has no loss that balances experts; {BALANCE}")
         theirs = router_coefficient(policy) * loss
         theirs.backward()
-        self.compare("router", *([loss.detach().cpu().numpy()[None]] for loss in (ours, theirs)), remedy=BALANCE)
+        ours_1, theirs_1 = (loss.detach().cpu().numpy()[None] for loss in (ours, theirs))
+        self.compare("router", [ours_1], [theirs_1], BALANCE)
         self.compare_gradients("router", gradient, take_gradients(policy), BALANCE)
 
-    def compare_drawn(self, path: str, texts: Sequence[Text], expected: Sequence[np.ndarray]) -> float:
-        """The largest difference of a log-prob that the engine drew a token with."""
-        assert self.sampler is not None
-        return self.compare(path, *_written(texts, expected), remedy=self.sampler.remedy)
+    def compare(
+        self, path: str, ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray], remedy: str, spread: float = 0.0
+    ) -> float:
+        """The largest difference of values; in a lower type the median one.  Raises ConfigError if it is too large.
 
-    def compare(self, path: str, ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray], *, remedy: str | None = None) -> float:
-        """The largest difference of values.  Raises ConfigError if it is too large."""
-        sizes = [float(np.abs(one - other).max(initial=0.0)) for one, other in zip(ours, theirs, strict=True)]
-        place = int(np.argmax(sizes))  # of NaN the first
-        if not sizes[place] <= VALUES:
-            what, unit = ("score", "") if reads_tokens(self.policy) else ("log-prob", " nats")
-            said = f"a {what} of a completion of {ours[place].size} tokens {_apart(sizes[place], unit)}"
-            raise self.refusal(path, said, remedy or self.remedy)
-        return sizes[place]
+        spread: of all values, what the median is judged by.
+        """
+        sizes = [np.abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+        if not sizes:
+            return 0.0
+        if self.coarse:
+            difference, bound = float(np.median(np.concatenate(sizes))), COARSE_VALUES * spread
+            what, unit = "in the run's type the median log-prob", ""
+        else:
+            place = int(np.argmax([size.max(initial=0.0) for size in sizes]))  # of NaN the first
+            difference, bound = float(sizes[place].max(initial=0.0)), VALUES
+            name, unit = ("score", "") if reads_tokens(self.policy) else ("log-prob", " nats")
+            what = f"a {name} of a completion of {sizes[place].size} tokens"
+        if not difference <= bound:
+            raise self.refusal(path, f"{what} {_apart(difference, unit)}", remedy)
+        return difference
 
-    def compare_gradients(
-        self,
-        path: str,
-        ours: dict[str, Tensor],
-        theirs: dict[str, Tensor],
-        remedy: str,
-        bounds: tuple[float, float] = GRADIENTS,
-    ) -> None:
+    def compare_gradients(self, path: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], remedy: str) -> None:
         """Raises ConfigError for a gradient that differs, is missing, or is none of the model's own."""
         if lost := theirs.keys() - ours.keys():
             raise self.refusal(path, f"{min(lost)} gets no gradient", remedy)
-        none, size = torch.zeros((), device=self.policy.device), norms(theirs, self.policy)
+        bound, part = COARSE_GRADIENTS if self.coarse else GRADIENTS
+        none, size = torch.zeros((), device=self.policy.device), _norms(theirs, self.policy)
         largest = max(size.values(), default=0.0)
-        for name, distance in norms({name: g - theirs.get(name, none) for name, g in ours.items()}, self.policy).items():
-            relative = distance / (size.get(name, 0.0) + bounds[1] * largest)
-            if not relative <= bounds[0]:
-                said = _apart(relative, " of its norm") if name in theirs else "is none of the model's own pass"
-                raise self.refusal(path, f"the gradient of {name} {said}", remedy)
-
-    def coarsely(self) -> tuple[list[Text], list[str], float]:
-        """In the run's type: the texts, what is equal, and the largest median difference."""
-        learn, others, failed = self.texts()
-        texts, paths, worst = [*learn, *others], [self.path], 0.0
-        theirs, ours = model_pass(self.policy, texts, gradients=False), run_pass(self.policy, texts, gradients=False)
-        if failed is not None:
-            raise failed
-        spread, sides = float(np.concatenate(theirs.values).std()) + 1e-3, [(self.path, ours.values, theirs.values, FLOAT32)]
-        if self.sampler is not None:
-            sides.append((self.sampler.path, *_written(texts, theirs.drawn), self.sampler.remedy))
-            paths.append(self.sampler.path)
-        for path, one, other, remedy in sides:
-            distance = float(np.median(np.abs(np.concatenate(one) - np.concatenate(other))))
-            if not distance <= COARSE * spread:
-                raise self.refusal(path, f"in the run's type the median log-prob {_apart(distance, '')}", remedy)
-            worst = max(worst, distance)
-        if self.train:
-            with some_gradients(self.policy, head=size_of(self.policy) is FULL):
-                expected = model_pass(self.policy, learn, gradients=True).gradient
-                self.compare_gradients("training", self.update(learn, self.recompute).gradient, expected, FLOAT32, COARSE_GRADIENTS)
-            paths.append("training")
-        return texts, paths, worst
+        for name, distance in _norms({name: g - theirs.get(name, none) for name, g in ours.items()}, self.policy).items():
+            relative = distance / (size.get(name, 0.0) + part * largest)
+            if not relative <= bound:
+                difference = _apart(relative, " of its norm") if name in theirs else "is none of the model's own pass"
+                raise self.refusal(path, f"the gradient of {name} {difference}", remedy)
 
 
-def norms(tensors: dict[str, Tensor], policy: Policy) -> dict[str, float]:
+def _norms(tensors: dict[str, Tensor], policy: Policy) -> dict[str, float]:
     """The norm of each; of shards those of the whole tensors."""
     squares = {name: float(tensor.float().norm()) ** 2 for name, tensor in tensors.items()}
     parts = comm.gather([squares]) if policy.sharded else [squares]
     return {name: math.sqrt(sum(part.get(name, 0.0) for part in parts)) for name in {name for part in parts for name in part}}
-
-
-def _written(texts: Sequence[Text], expected: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Of the tokens that the policy wrote itself: the log-probs that they were drawn with, and those that are expected."""
-    ours, theirs = [], []
-    for text, logp_N in zip(texts, expected, strict=True):
-        assert text.rollout is not None
-        chosen_N = np.flatnonzero(text.rollout.trained[: logp_N.size])
-        ours.append(text.rollout.behavior_logp[chosen_N])
-        theirs.append(logp_N[chosen_N])
-    return ours, theirs
 
 
 def _words(error: Exception) -> str:
@@ -362,7 +335,7 @@ def _apart(difference: float, unit: str) -> str:
 
 
 @contextmanager
-def widened(policy: Policy) -> Iterator[Policy]:
+def _widened(policy: Policy) -> Iterator[Policy]:
     """The policy with its weights in float32 while inside, and products in the type of the weights."""
     lower = [(p, p.data) for p in policy.model.parameters() if p.dtype == torch.bfloat16]
     try:
@@ -374,7 +347,7 @@ def widened(policy: Policy) -> Iterator[Policy]:
             parameter.grad, parameter.data = None, data
 
 
-def has_room(policy: Policy) -> bool:
+def _has_room(policy: Policy) -> bool:
     """True if the weights of a policy, and some gradients, fit into free memory in float32; of a sharded one they are not tried."""
     if policy.sharded or policy.autocast:
         return not policy.sharded
@@ -385,7 +358,7 @@ def has_room(policy: Policy) -> bool:
 
 
 @contextmanager
-def filled_adapter(policy: Policy) -> Iterator[None]:
+def _filled_adapter(policy: Policy) -> Iterator[None]:
     """Inside, a new adapter changes something: its second factors, which are 0, hold random numbers."""
     factors = [p for name, p in policy.model.named_parameters() if "lora_B" in name and not policy.sharded and not p.any()]
     drawn = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from groupwise.models.loading import WINDOWS
 from groupwise.models.masks import ATTRIBUTE, Reach
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import readout, reads_tokens
-from groupwise.proof.passes import Text
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native.engine import NativeEngine
@@ -50,9 +50,30 @@ TRANSFORMERS = Sampler(
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """A prompt and a completion."""
+
+    sample: Sample
+    rollout: Rollout | None = None
+    """What an engine drew, of which the sample has the first tokens or all."""
+
+    @property
+    def size(self) -> int:
+        """Tokens that are computed: the last one of a text is predicted alone."""
+        return self.sample.prompt.size + self.sample.completion.size - 1
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """The log-probs that an engine drew the tokens of the policy's turns with, nats."""
+        assert self.rollout is not None
+        count = self.sample.completion.size
+        return self.rollout.behavior_logp[:count][self.rollout.trained[:count]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much is asked."""
+    """How many texts, and how long."""
 
     prompts: tuple[int, ...]
     """Tokens of those that are always there; some are of one length, and one is a single token."""
@@ -61,12 +82,14 @@ class Size:
     """Completions that are decoded at a time, fewer than all, so that some wait."""
     tokens: int
     """Longest completion; with 70 the capacity of a row grows."""
+    talk: int
+    """Longest conversation behind its prompt."""
     far: int
     """Tokens of the longest text, if the run reaches them."""
 
 
-FULL = Size(prompts=(1, 9, 9), group=8, rows=24, tokens=70, far=1040)
-SMALL = Size(prompts=(1, 9), group=2, rows=3, tokens=5, far=0)
+FULL = Size(prompts=(1, 9, 9), group=8, rows=24, tokens=70, talk=70, far=1040)
+SMALL = Size(prompts=(1, 9), group=2, rows=3, tokens=5, talk=12, far=0)
 """On a CPU, of a model of more than `LARGE` parameters: a pass takes long there.  Far texts are left out, but those that lie behind
 a length at which the model changes."""
 LARGE = 5_000_000
@@ -92,21 +115,19 @@ def switches(model: nn.Module, longest: int) -> tuple[int, ...]:
         reach: Reach = vars(module).get(ATTRIBUTE, Reach())
         sizes |= {reach.window, reach.chunk}
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    sizes |= {
-        getattr(text, key, None) for key in (*WINDOWS, "attention_chunk_size", "floor_scale", "original_max_position_embeddings")
-    }
+    names = (*WINDOWS, "attention_chunk_size", "floor_scale", "original_max_position_embeddings")
+    sizes |= {getattr(text, name, None) for name in names}
     return tuple(sorted(size for size in sizes if isinstance(size, int) and 0 < size < min(longest, ACROSS)))
 
 
 def prompts_of(policy: Policy, size: Size, longest: int, seed: int) -> list[np.ndarray]:
     """Random ones for texts of at most `longest` tokens."""
-    rng, near = np.random.default_rng(seed), [min(length, longest - 2) for length in size.prompts]
-    changes = switches(policy.model, longest)
+    rng, changes = np.random.default_rng(seed), switches(policy.model, longest)
+    near = [max(min(length, longest - 2), 1) for length in size.prompts]
     across = [at + step for at in changes for step in ((-2, 1) if size is FULL else (-2,))]
     across += [2 * at - 2 for at in changes if 2 * at < size.far]
-    far = [min(longest, size.far) - FEW]
-    lengths = [max(length, 1) for length in near] + sorted({length for length in across + far if 0 < length < longest})
-    return [_ids(policy, rng, length) for length in lengths]
+    far = {length for length in (*across, min(longest, size.far) - FEW) if 0 < length < longest}
+    return [_ids(policy, rng, length) for length in [*near, *sorted(far)]]
 
 
 def _ids(policy: Policy, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -131,9 +152,16 @@ def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Tex
 
 def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0, *, talks: bool = False) -> list[Text]:
     """What an engine draws: of each group the first and the last, of a long one the last.   talks: in turns."""
-    engine = sampler.make(endless(policy, longest), max_rows=size.rows, world=_Talkative(policy.vocabulary) if talks else None)
-    tokens = 2 * size.tokens + 2 if talks and size is SMALL else size.tokens
-    sampling = replace(sampler.sampling, max_new_tokens=tokens, stop=(), temperature=sampler.sampling.temperature or 1.0)
+    no_text: Any = SimpleNamespace(decode=lambda ids, **_: "")
+    endless = replace(policy, eos_ids=(), context=longest, tokenizer=no_text)
+    world = SimpleNamespace(begin=lambda stream, *, seed: _RandomReplies(policy.vocabulary, stream, seed)) if talks else None
+    engine = sampler.make(endless, max_rows=size.rows, world=world)
+    sampling = replace(
+        sampler.sampling,
+        max_new_tokens=size.talk if talks else size.tokens,
+        stop=(),
+        temperature=sampler.sampling.temperature or 1.0,
+    )
     prompts = [
         Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, ids in enumerate(prompts_of(policy, size, longest, seed))
     ]
@@ -145,17 +173,10 @@ def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int 
         whole = group[0].prompt.id == prompts[len(size.prompts) - 1].id
         pair = not talks and group[0].prompt.tokens.size <= NEAR and len(group) > 1 and (whole or size is FULL)
         members = (group[0], group[-1]) if pair else group[-1:]
-        whole = whole or talks
         for rollout, cut in zip(members, CUTS[-len(members) :], strict=True):
-            n = len(rollout) if whole and rollout is group[-1] else min(cut, len(rollout))
+            n = len(rollout) if (whole or talks) and rollout is group[-1] else min(cut, len(rollout))
             texts.append(Text(_sample(policy, rollout.prompt.id, rollout.prompt.tokens, rollout.tokens[:n]), rollout))
     return sorted(texts, key=lambda text: text.sample.group)
-
-
-def endless(policy: Policy, context: int) -> Policy:
-    """A policy whose completions no token ends, and that needs no tokenizer."""
-    tokenizer: Any = _NoText()
-    return replace(policy, eos_ids=(), context=context, tokenizer=tokenizer)
 
 
 def _sample(policy: Policy, group: str, prompt: np.ndarray, completion: np.ndarray) -> Sample:
@@ -165,34 +186,12 @@ def _sample(policy: Policy, group: str, prompt: np.ndarray, completion: np.ndarr
     return Sample(group=group, prompt=prompt, completion=completion, weight=weight)
 
 
-class _NoText:
-    """In place of a tokenizer: tokens without a text."""
-
-    def decode(self, ids: Sequence[int], **_: Any) -> str:
-        """Nothing."""
-        return ""
-
-
-class _Talkative:
-    """A world that lets turns be short, and has a few random tokens to say to each, until none remain."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
-
-    def begin(self, stream: Stream, *, seed: int) -> _RandomReplies:
-        """A conversation whose observations are random tokens."""
-        rng = np.random.default_rng((stream.prompt.tokens.size, stream.index, seed))
-        return _RandomReplies(self.vocabulary, stream, rng)
-
-    def close(self) -> None:
-        """Nothing was started."""
-
-
 class _RandomReplies:
-    """A conversation with it."""
+    """A conversation whose turns are short, each answered by a few random tokens until none remain."""
 
-    def __init__(self, vocabulary: int, stream: Stream, rng: np.random.Generator) -> None:
-        self.vocabulary, self.stream, self.rng = vocabulary, stream, rng
+    def __init__(self, vocabulary: int, stream: Stream, seed: int) -> None:
+        self.vocabulary, self.stream = vocabulary, stream
+        self.rng = np.random.default_rng((stream.prompt.tokens.size, stream.index, seed))
 
     def open(self) -> Future[Reply]:
         """No tokens before the first turn."""
