@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -14,12 +15,12 @@ import yaml
 from transformers import TrainingArguments
 
 from groupwise.cli.commands import main
-from groupwise.config.import_trl import Imported, import_trl
+from groupwise.config.import_trl import Imported, import_trl, translated
 from groupwise.config.recipes import load_recipe
 from groupwise.config.schema import describe, lookup
 from groupwise.config.settings import ScratchSettings
 from groupwise.config.trl import FATES, TABLE
-from groupwise.config.trl_arguments import DEFAULTS, KINDS, OWN_DEFAULTS
+from groupwise.config.trl_arguments import DEFAULTS, KINDS, OWN_DEFAULTS, Configuration
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.models.scratch import scratch_model
@@ -480,7 +481,7 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("reward_weights: [1.0]", "reward_weights=[1.0]: no value that TRL takes (ValueError: 1 weights for 2 reward functions)"),
+        ("reward_weights: [1.0]", "reward_weights=[1.0]: no value that TRL takes (1 weights for 2 reward functions)"),
         ("reward_weights: [1.0, 2.0, 3.0]", "3 weights for 2 reward functions"),
         ("num_generations: few", "num_generations='few': no value"),
         ("num_generations: 0", "num_generations=0: no value"),
@@ -493,6 +494,40 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
 def test_the_argument_with_a_wrong_value_is_named(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         read(f"max_completion_length: 8\nmax_steps: 3\nreward_funcs: [accuracy, think_format]\n{text}\n")
+
+
+def refusal(trl: Configuration) -> str | None:
+    try:
+        translated(trl)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_every_argument_takes_any_value_or_refuses_it_by_its_name() -> None:
+    values = (None, True, 0, -1, 2.5, "words", ["words"], {"a": 1})
+    on = {"use_peft": True, "use_vllm": True, "sync_ref_model": True, "use_adaptive_entropy": True, "tools": ["a:b"]}
+    for (name, value), kind in zip(itertools.product(TABLE, values), itertools.cycle(KINDS)):
+        arguments = {"reward_funcs": ["accuracy"], "eval_strategy": "steps", **on, name: value}
+        error = refusal(Configuration(kind=kind, arguments=arguments))
+        assert error is None or error.startswith(f"{name}={value!r}: no value that TRL takes ("), (kind, error)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("--learning_rate --max_steps 3", "learning_rate=True: no value that TRL takes (a number is needed)"),
+        (
+            "--max_steps 3 --reward_funcs 3",
+            "reward_funcs=3: no value that TRL takes (functions are needed, by name or themselves; 3 is none)",
+        ),
+        ("--max_steps 3 --num_generations 0", "num_generations=0: no value that TRL takes (a number is needed, at least 1)"),
+    ],
+)
+def test_a_flag_without_its_value_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(f"trl grpo {text}\n", "run.sh")
+    assert str(caught.value) == says
 
 
 def test_a_shell_script_is_read_for_the_command_that_starts_trl() -> None:

@@ -27,10 +27,7 @@ log = logger(__name__)
 class TrlTraining(Training):
     """A run that was made of TRL's objects."""
 
-    def __init__(self, imported: Imported, training: Training) -> None:
-        """Use `from_trl`."""
-        super().__init__(training.recipe, accept_changes=training.accept_changes)
-        self.imported = imported
+    imported: Imported
 
     def summary(self) -> str:
         """What became of the arguments, and each that is lost or means something else."""
@@ -85,8 +82,10 @@ def from_trl(
         log.warning("of TRL's arguments these are not carried over: %s", "; ".join(map(str, lost)))
     keys = imported.tree()
     keys["data"] = {key: value.rows if isinstance(value, _UnshownRows) else value for key, value in keys.get("data", {}).items()}
-    tokenizer = processing_class if loaded else None
-    return TrlTraining(imported, train(**keys, tokenizer=tokenizer, fresh=fresh, accept_changes=accept_changes))
+    training = train(**keys, tokenizer=processing_class if loaded else None, fresh=fresh, accept_changes=accept_changes)
+    result = TrlTraining(training.recipe, accept_changes=accept_changes)
+    result.imported = imported
+    return result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""What becomes of every argument of TRL 1.16.
+"""What becomes of every argument of TRL 1.16: the table, and the converters that its rows name.
 
-The one table behind `groupwise config OLD_NAME`, docs/from-trl.md, what an unknown key may have meant, and `groupwise recipes
-import-trl`.
+The one table behind `groupwise config OLD_NAME`, docs/from-trl.md, what an unknown key may have meant, `groupwise recipes
+import-trl` and `gw.from_trl`.
 
 The arguments are those of GRPOConfig, RLOOConfig, SFTConfig, RewardConfig and DPOConfig, of transformers' TrainingArguments (5.23)
 that they inherit, of ModelConfig and ScriptArguments, a few of trainers (`reward_funcs`) and of accelerate's launcher, and older
@@ -10,13 +10,18 @@ names that configurations still hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
-from groupwise.config import trl_convert as by
-from groupwise.config.trl_arguments import Configuration, Fate
-from groupwise.config.trl_convert import Outcomes, Value
+from groupwise.config.settings import DATA_SUFFIXES, REWARDS
+from groupwise.config.trl_arguments import KINDS, Configuration, Fate, RewardModel, mapping_of, short
+from groupwise.utils.spelling import closest
 
 FATES: dict[Fate, str] = {
     "same": "carried over",
@@ -26,7 +31,20 @@ FATES: dict[Fate, str] = {
 }
 """What can become of an argument, in words."""
 
-Converter = Callable[[Configuration, str], Outcomes]
+Converter = Callable[[Configuration], None]
+"""Reads arguments that go together and writes the keys that they come to.  Several rows may name the same one, which runs once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The converter of an argument that is one key."""
+
+    kind: Callable[[Any], Any]
+    """From its value to the key's."""
+    when: Callable[[Any], Any] = lambda value: value is not None
+    """Whether a value is written."""
+    always: bool = False
+    """TRL's default is written too, because ours differs, or may come to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,382 +58,803 @@ class Argument:
     """What to write, what differs, or why it is not needed."""
     convert: Converter | Value | None = None
     """From its value, and those of arguments that it goes with, to keys of a recipe; None where none is written."""
-    off: Any = None
-    """A value that means that it is not used, beside false, 0 and nothing."""
 
 
-def _same(key: str, convert: Converter | Value | type, says: str = "") -> Argument:
-    """convert: the type of a value that is taken as it is, or a converter."""
-    return Argument("same", key, says, Value(convert) if isinstance(convert, type) else convert)
+def convert(trl: Configuration) -> None:
+    """Write the recipe of a configuration into it.  Raises ConfigError for a value of another type than TRL has there."""
+    ran = set()
+    for name, row in TABLE.items():
+        if isinstance(row.convert, Value) and (row.convert.always or name in trl.arguments):
+            value = trl.get(name)
+            if trl.made(name, row.convert.when, value):
+                trl.write(str(row.key), trl.made(name, row.convert.kind, value), name)
+        elif row.convert is not None and not isinstance(row.convert, Value) and row.convert not in ran:
+            ran.add(row.convert)
+            row.convert(trl)
 
 
-def _changed(key: str, says: str, convert: Converter | Value | None = None, off: Any = None) -> Argument:
-    return Argument("changed", key, says, convert, off)
+# ---------------------------------------------------------------- the model
+
+DASHBOARDS = ("tensorboard", "wandb", "mlflow", "trackio")
+ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla", "paged_adamw_32bit", "paged_adamw")
 
 
-def _unneeded(says: str, convert: Converter | None = None) -> Argument:
-    return Argument("unneeded", None, says, convert)
-
-
-def _missing(says: str, convert: Converter | None = None, off: Any = None) -> Argument:
-    return Argument("missing", None, says, convert, off)
-
-
-def _text(value: Any) -> bool:
+def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-NO_HUB = _unneeded("nothing is uploaded: `final/` is a plain Hugging Face folder, to be uploaded by its own tools")
-NO_PADDING = _unneeded("nothing is ever padded: batches are packed streams")
-MEMORY = _unneeded("how a step is cut to fit memory follows from optimizer.tokens_per_microbatch, which cannot change the update")
-LOG = _unneeded("every step is a line of metrics.jsonl and of the terminal; dashboards are save.report_to")
-LOADER = _unneeded("rows are read once and encoded before the first step: there is no data loader")
-LAUNCHED = _unneeded("processes are started by --nproc or torchrun, and what each holds is `parallel`")
-KERNELS = _unneeded("kernels are built in: packed attention, and logits of trained tokens only, a chunk at a time")
-QUANTIZED = _missing("weights are float32 or bfloat16")
-BEST = _missing("the last weights are the final model; save.keep keeps the newest checkpoints")
-WHOLE = _unneeded("held-out figures come in one table with intervals; there are no callbacks for metrics")
+def _texts(value: Any) -> list[str]:
+    """A text, or a list of them, as a list."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list | tuple):
+        raise TypeError("text, or a list of texts, is needed")
+    return [str(one) for one in value]
+
+
+def _boards(report: Any) -> list[str]:
+    """The dashboards of `report_to` that there are."""
+    return [board for board in _texts(report or []) if board in DASHBOARDS]
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError("a mapping is needed")
+    return dict(value)
+
+
+def _folder_name(trl: Configuration) -> None:
+    source = "output_dir" if trl.arguments.get("output_dir") else "run_name"
+    folder = trl.arguments.get(source)
+    if isinstance(folder, str) and (name := re.sub(r"[^\w.+-]+", "-", Path(folder).name).strip("-.")):
+        trl.write("name", name, source)
+
+
+def _model_path(trl: Configuration) -> None:
+    name = "model_name_or_path"
+    if (model := trl.arguments.get(name)) is not None:
+        trl.write("model.path", model, name)
+    else:
+        trl.note(name, "missing", "a loaded model: give its folder or hub name as model.path")
+        trl.need("model.path: a checkpoint's folder or hub name")
+
+
+def _dtype(trl: Configuration) -> None:
+    """Of the weights' type and of the products'."""
+    options = trl.get("model_init_kwargs")
+    option = options.get("dtype", options.get("torch_dtype")) if isinstance(options, Mapping) else None
+    named = next((name for name in ("dtype", "torch_dtype") if name in trl.arguments), "dtype")
+    dtype = str(option or trl.get(named)).removeprefix("torch.")
+    half = bool(trl.get("fp16")) or trl.get("bf16") is not False or dtype == "float16"
+    wanted = "bfloat16" if dtype == "bfloat16" else "autocast" if half else "float32"
+    names = ("bf16", "fp16", "dtype", "torch_dtype", *(["model_init_kwargs"] if option else []))
+    trl.write("model.dtype", wanted, *names, says="float32 weights, bfloat16 products" if wanted == "autocast" else "")
+
+
+def _checkpointing(trl: Configuration) -> None:
+    name = "activation_checkpointing" if "activation_checkpointing" in trl.arguments else "gradient_checkpointing"
+    trl.write("model.gradient_checkpointing", bool(trl.get(name)), name)
+
+
+def _lora(trl: Configuration) -> None:
+    if not trl.arguments.get("use_peft"):
+        return
+    rank = trl.whole("lora_r", 1) if "lora_r" in trl.arguments else 16
+    alpha = trl.number("lora_alpha") if "lora_alpha" in trl.arguments else 32.0
+    alpha *= math.sqrt(rank) if trl.arguments.get("use_rslora") else 1.0
+    targets = trl.arguments.get("lora_target_modules")
+    adapter = {"rank": rank, "alpha": int(alpha) if alpha.is_integer() else alpha, "targets": targets or "all-linear"}
+    says = "TRL leaves the choice of layers to peft, which takes fewer" if targets is None else ""
+    trl.write("model.lora", adapter, "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora", says=says)
+
+
+def _parallel(trl: Configuration) -> None:
+    """Of a configuration of DeepSpeed, FSDP or accelerate, or of the file that is named."""
+    option = next((name for name in ("deepspeed", "fsdp", "config_file") if trl.arguments.get(name)), None)
+    if option is None:
+        return
+    value = trl.arguments[option]
+    if isinstance(value, str):
+        beside = trl.file.parent if trl.file is not None else Path()
+        value = next((mapping_of(file) for file in (beside / value, Path(value)) if file.is_file()), value)
+    both = {option: value} | ({"fsdp_config": trl.arguments["fsdp_config"]} if trl.arguments.get("fsdp_config") else {})
+    trl.write("parallel", parallel_of(both), *both)
+
+
+OFFLOADED = re.compile(r'offload\w*": (\{[^{}]*"device": )?("cpu"|"nvme"|true)|fsdp": "[^"]*\boffload\b')
+"""What keeps parameters or the optimizer's state in host memory, in JSON."""
+
+
+def parallel_of(launcher: object) -> str | dict[str, Any]:
+    """`parallel` for a configuration of DeepSpeed, of FSDP, or of accelerate, or for the name of its file."""
+    text = json.dumps(launcher, default=str).lower()
+    whole = "fsdp" in text and not re.search(r"grad_op|fsdp_reshard_after_forward\": false", text)
+    name = "zero3"
+    if not whole and not re.search(r'zero_?3|stage_?3|stage": 3|full_shard', text):
+        name = "zero2" if re.search(r'zero_?2|stage_?2|stage": 2|grad_op|fsdp', text) else "ddp" if "multi_gpu" in text else "auto"
+    return {"name": name, "offload": True} if name in ("zero2", "zero3") and OFFLOADED.search(text) else name
+
+
+# ---------------------------------------------------------------- data
+
+
+def _data(trl: Configuration) -> None:
+    """`data.path` and `data.eval_path` with their splits."""
+    arguments = trl.arguments
+    name = arguments.get("dataset_name", arguments.get("train_dataset"))
+    split, part = arguments.get("dataset_train_split") or "train", arguments.get("dataset_test_split") or "test"
+    if name is None:
+        trl.need("data.path: a file or hub name")
+    else:
+        name = f"{name}:{arguments['dataset_config']}" if arguments.get("dataset_config") else name
+        trl.write("data.path", name, "dataset_name", "dataset_config", "train_dataset")
+        if split != "train":
+            trl.write("data.split", split, "dataset_train_split")
+    if trl.file is None or trl.file.suffix == ".py":  # rows are handed over
+        held = arguments.get("eval_dataset")
+    else:  # TRL's command takes another split of the same data set
+        held = name if (arguments.get("evaluation_strategy") or trl.get("eval_strategy")) not in ("no", None) else None
+    if held is not None and not isinstance(held, str):
+        trl.write("data.eval_path", held, "eval_dataset")
+    elif held is not None and (held != name or (part != split and not held.endswith(DATA_SUFFIXES))):
+        trl.write("data.eval_path", held, "eval_dataset", "dataset_name", says="for evaluation")
+        if part != "test":
+            trl.write("data.eval_split", part, "dataset_test_split")
+    elif held is not None:
+        trl.need(f"data.eval_path, or data.eval_fraction: a part of {held} to evaluate on, and not to train on")
+
+
+def _system_prompt(trl: Configuration) -> None:
+    if isinstance(system := trl.arguments.get("system_prompt"), str):
+        trl.write("data.chat", True, "system_prompt", says="strings become messages of the user")
+        trl.write("data.system", system, "system_prompt")
+
+
+def _shuffle(trl: Configuration) -> None:
+    """TRL's default is ours but in SFT."""
+    if trl.kind == "SFTConfig" or trl.arguments.get("shuffle_dataset") is False:
+        trl.write("data.shuffle", bool(trl.get("shuffle_dataset")), "shuffle_dataset")
+
+
+def _prompt_length(trl: Configuration) -> None:
+    name = "max_prompt_length"
+    if trl.online and trl.arguments.get(name) is not None:
+        trl.write("data.max_prompt_tokens", trl.whole(name, 1), name)
+        trl.write("data.too_long", "truncate_left", name, says="TRL keeps the end of a longer prompt")
+
+
+# ---------------------------------------------------------------- the optimizer, and how long it goes
+
+SCHEDULES = {
+    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+}  # fmt: skip
+
+
+def _optimizer(trl: Configuration) -> None:
+    if (kind := str(trl.arguments.get("optim", "adamw_torch"))) not in ADAMW:
+        fate: Fate = "changed" if kind.startswith(("adamw", "paged_adamw")) else "missing"
+        trl.note("optim", fate, f"{kind}: AdamW with float32 state takes its place")
+
+
+def _schedule(trl: Configuration) -> None:
+    kind, name = str(trl.get("lr_scheduler_type")), "lr_scheduler_kwargs"
+    says = "" if kind in SCHEDULES else f"the nearest to {kind}, which is not there"
+    schedule, fate = SCHEDULES.get(kind, "cosine"), "missing" if says else None
+    trl.write("optimizer.schedule", schedule, "lr_scheduler_type", says=says, fate=fate)
+    if not (options := trl.made(name, _mapping, trl.arguments.get(name) or {})):
+        return
+    lr = trl.number("learning_rate")
+    least = options.get("min_lr_rate")
+    if "min_lr" in options and least is None and lr:
+        least = trl.made(name, float, options["min_lr"]) / lr
+    if least is not None and kind == "cosine_with_min_lr":
+        trl.write("optimizer.min_lr_ratio", trl.made(name, float, least), name)
+    else:
+        trl.note(name, "missing", "only min_lr and min_lr_rate of cosine_with_min_lr are")
+
+
+def _betas(trl: Configuration) -> None:
+    usual = {"adam_beta1": 0.9, "adam_beta2": 0.999}
+    if usual.keys() & trl.arguments.keys():
+        betas = [trl.number(name) if name in trl.arguments else beta for name, beta in usual.items()]
+        trl.write("optimizer.betas", betas, *usual)
+
+
+def _batch(trl: Configuration) -> None:
+    """`batch_size`, or how a rollout is made up and cut."""
+    batch, names = trl.batch, ("per_device_train_batch_size", "per_gpu_train_batch_size", "gradient_accumulation_steps")
+    if not trl.online:
+        devices = f"{trl.devices} device{'s' if trl.devices > 1 else ''}"
+        says = f"{batch.rows // trl.devices} x {devices} x {batch.pieces} steps"
+        trl.write("batch_size", batch.rows * batch.pieces, *names, says=says)
+        return
+    uneven = batch.completions % batch.size
+    trl.write("group.group_size", batch.size, "num_generations", fate="changed" if uneven else None)
+    says = f"{batch.completions} completions of a rollout / {batch.size}"
+    says += f" is {Fraction(batch.completions, batch.size)}: rounded" if uneven else ""
+    trl.write("group.prompts_per_step", batch.prompts, *names, "generation_batch_size", says=says)
+    if batch.passes != batch.pieces:
+        names = ("steps_per_generation", "generation_batch_size")
+        trl.write("group.minibatches", batch.minibatches, *names, says=f"{batch.passes} / {batch.pieces}")
+    if (updates := trl.whole("num_iterations")) > 1:
+        trl.write("group.updates_per_rollout", updates, "num_iterations")
+
+
+def _length(trl: Configuration) -> None:
+    """`steps` or `epochs`."""
+    epochs = trl.number("num_train_epochs")
+    if trl.most_updates is not None:
+        says = f"{trl.updates} optimizer steps each" if trl.updates > 1 else ""
+        trl.write("steps", trl.steps, "max_steps", says=says)
+        trl.note("num_train_epochs", "unneeded", "max_steps takes its place")
+        return
+    trl.note("max_steps", "unneeded", "it is off")
+    if not trl.online:
+        trl.write("epochs", epochs, "num_train_epochs")
+    elif trl.steps is not None:
+        says = f"{epochs:g} x {trl.rows} rows / {trl.batch.prompts} prompts"
+        trl.write("steps", trl.steps, "num_train_epochs", says=says)
+    else:
+        trl.note("num_train_epochs", "changed", "steps counts rollouts, and how many rows there are is not known here")
+        trl.need(f"steps: {epochs:g} epochs are {epochs:g} x rows of the data / {trl.batch.prompts} prompts")
+
+
+def _warm_up(trl: Configuration) -> None:
+    """Of a number of steps or of a share."""
+    name = "warmup_ratio" if trl.arguments.get("warmup_ratio") else "warmup_steps"
+    warmup = trl.number(name, 0, null=0)
+    updates = trl.most_updates or (None if trl.steps is None else trl.steps * trl.updates)
+    if warmup >= 1:
+        trl.write("optimizer.warmup_steps", int(warmup), name)
+    elif warmup and updates is not None:
+        trl.write("optimizer.warmup_steps", math.ceil(warmup * updates), name, says=f"{warmup:g} of all optimizer steps")
+    elif warmup:
+        trl.note(name, "changed", "optimizer.warmup_steps counts optimizer steps, and how many there are is not known here")
+        trl.need(f"optimizer.warmup_steps: {warmup:g} of all optimizer steps")
+
+
+def _evaluation(trl: Configuration) -> None:
+    trl.write("eval.at_start", bool(trl.get("eval_on_start")), "eval_on_start")
+    if (trl.arguments.get("evaluation_strategy") or trl.get("eval_strategy")) != "steps":
+        return
+    often = next((name for name in ("eval_steps", "logging_steps") if trl.get(name) is not None), None)
+    every = trl.our_steps(often, trl.steps) if often else math.ceil(10 / trl.updates)  # as often as TRL logs
+    if every is not None:
+        trl.write("eval.every", every, "eval_steps", "eval_strategy", "evaluation_strategy")
+    else:
+        trl.note("eval_steps", "changed", "eval.every counts steps, and how many there are is not known here")
+
+
+def _saving(trl: Configuration) -> None:
+    if (strategy := str(trl.get("save_strategy"))) != "steps":
+        trl.write("save.every", 0, "save_strategy", says=strategy)
+    elif (every := trl.our_steps("save_steps", trl.steps)) is not None:
+        trl.write("save.every", every, "save_steps")
+    else:
+        trl.note("save_steps", "changed", "save.every counts steps, and how many there are is not known here")
+
+
+def _checkpoints(trl: Configuration) -> None:
+    name = "save_total_limit"
+    if trl.arguments.get(name) is not None:
+        keep = trl.whole(name)
+        says = "at least 2: the newest is verified before older ones go" if keep < 2 else ""
+        trl.write("save.keep", max(2, keep), name, says=says, fate="changed" if says else None)
+
+
+# ---------------------------------------------------------------- what is learnt
+
+PRESETS = ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+"""Losses of TRL's that are presets of the same name here; its `dapo` is bnpo."""
+SURROGATES = {
+    "sapo": {"tau_pos": "sapo_temperature_pos", "tau_neg": "sapo_temperature_neg"},
+    "vespo": {"k_pos": "vespo_k_pos", "lam_pos": "vespo_lambda_pos", "k_neg": "vespo_k_neg", "lam_neg": "vespo_lambda_neg"},
+}
+"""Surrogates with keywords of their own: ours -> TRL's argument."""
+
+
+def _preset(trl: Configuration) -> str:
+    """The objective that TRL's loss is."""
+    if trl.kind != "GRPOConfig":
+        return KINDS[trl.kind]
+    if trl.get("multi_objective_aggregation") == "normalize_then_sum":
+        return "gdpo"
+    loss = str(trl.get("loss_type"))
+    return loss if loss in PRESETS else "bnpo"
+
+
+def _objective(trl: Configuration) -> None:
+    """`objective`, and of pairs `pairs.loss`."""
+    loss, preset = trl.get("loss_type"), _preset(trl)
+    if trl.kind == "DPOConfig":
+        loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+        known = loss in ("sigmoid", "ipo")
+        says = "" if known else f"{short(loss)} is not there"
+        trl.write("pairs.loss", loss if known else "sigmoid", "loss_type", says=says, fate="same" if known else "missing")
+        trl.write("objective", preset)
+    elif trl.kind == "GRPOConfig" and preset == "gdpo":
+        trl.write("objective", preset, "multi_objective_aggregation")
+    elif trl.kind == "GRPOConfig":
+        known = ("dapo", *PRESETS)
+        says = "" if loss in known else f"TRL 1.16 knows {', '.join(known)}{closest(str(loss), PRESETS)}"
+        fate = "missing" if says else None
+        trl.write("objective", preset, "loss_type", says="TRL's dapo is a mean over tokens" if loss == "dapo" else says, fate=fate)
+    else:
+        trl.write("objective", preset)
+
+
+def _credit(trl: Configuration) -> None:
+    """Where the preset's differs."""
+    if trl.kind == "RLOOConfig" and trl.get("normalize_advantages"):
+        trl.write("group.credit", {"name": "leave_one_out", "scale": "batch"}, "normalize_advantages")
+    scale, preset = str(trl.get("scale_rewards")), _preset(trl)
+    scale = {"True": "group", "False": "none"}.get(scale, scale)
+    if trl.kind == "GRPOConfig" and preset != "gdpo" and scale != ("none" if preset == "dr_grpo" else "group"):
+        says = "TRL's loss_type dr_grpo leaves it to scale_rewards" if preset == "dr_grpo" else ""
+        trl.write("group.credit", {"name": "standardized", "scale": scale}, "scale_rewards", says=says)
+
+
+def _ratio(trl: Configuration) -> None:
+    name = "importance_sampling_level"
+    if _preset(trl) in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo") and trl.get(name) == "sequence":
+        trl.write("group.ratio", "sequence_mean", name)
+
+
+def _kl(trl: Configuration) -> None:
+    beta = trl.number("beta", null=0.0) if trl.kind in ("DPOConfig", "RLOOConfig", "GRPOConfig") else 0.0
+    if trl.kind == "DPOConfig":
+        trl.write("pairs.beta", beta, "beta")
+    elif trl.kind == "RLOOConfig":
+        trl.write("group.beta", beta, "beta", says="of the KL in the reward")
+    elif beta:
+        trl.write("group.beta", beta, "beta")
+        trl.write("group.kl", "k3_ratio" if trl.get("use_bias_correction_kl") else "k3", "use_bias_correction_kl")
+
+
+def _moving_reference(trl: Configuration) -> None:
+    if trl.kind == "DPOConfig":
+        trl.note("sync_ref_model", "missing", "the reference of pairs does not move")
+    elif trl.online and trl.arguments.get("sync_ref_model"):
+        every = trl.our_steps("ref_model_sync_steps", None) or 1
+        trl.write("group.reference_refresh", every, "ref_model_sync_steps", "sync_ref_model")
+        trl.write("group.reference_mix", trl.number("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
+
+
+def _entropy(trl: Configuration) -> None:
+    """`group.entropy_bonus`, constant or adaptive."""
+    keys = {"entropy_target": "entropy_target", "entropy_coef_max": "entropy_bonus", "entropy_coef_delta": "entropy_step"}
+    if trl.kind == "GRPOConfig" and trl.arguments.get("use_adaptive_entropy"):
+        for name, key in keys.items():
+            trl.write(f"group.{key}", trl.number(name), name, "use_adaptive_entropy")
+        trl.note("entropy_coef", "changed", "an adaptive coefficient begins at 0")
+        return
+    for name in (*keys, "entropy_coef_min"):
+        trl.note(name, "unneeded", "of use_adaptive_entropy, which is off")
+    if trl.arguments.get("entropy_coef"):
+        trl.write("group.entropy_bonus", trl.number("entropy_coef"), "entropy_coef")
+
+
+def _surrogate(trl: Configuration) -> None:
+    """Where its bounds are not the preset's."""
+    preset, arguments = _preset(trl), trl.arguments
+    if not trl.online:
+        return
+    if preset == "cispo":
+        if trl.get("epsilon_high") is not None:
+            trl.write("group.surrogate", {"name": "cispo", "cap": trl.number("epsilon_high")}, "epsilon_high")
+    elif preset in SURROGATES:
+        keywords = {ours: trl.number(theirs) for ours, theirs in SURROGATES[preset].items() if theirs in arguments}
+        if keywords:
+            trl.write("group.surrogate", {"name": preset, **keywords}, *SURROGATES[preset].values())
+    else:
+        low = trl.number("epsilon")
+        clipped = {"name": "clipped", "low": low, "high": trl.number("epsilon_high", null=low)}
+        if trl.get("delta") is not None:
+            clipped["delta"] = trl.number("delta")
+        if preset == "luspo" or clipped != {"name": "clipped", "low": 0.2, "high": 0.2}:
+            trl.write("group.surrogate", clipped, "epsilon", "epsilon_high", "delta")
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def _generation(trl: Configuration) -> None:
+    options = trl.arguments.get("generation_kwargs")
+    if isinstance(options, Mapping) and options.get("stop"):
+        trl.write("rollout.stop", trl.made("generation_kwargs", _texts, options["stop"]), "generation_kwargs")
+
+
+def _engine(trl: Configuration) -> None:
+    arguments = trl.arguments
+    if not (arguments.get("use_vllm") and trl.online):
+        return
+    url, device = arguments.get("vllm_server_base_url"), arguments.get("vllm_device")
+    vllm: dict[str, Any] = {"name": "vllm"}
+    if url is not None:
+        vllm["servers"] = [str(url)]
+    elif device is None and trl.get("vllm_mode") == "colocate":
+        vllm["colocated"] = True
+    elif device is None:
+        host = str(trl.get("vllm_server_host"))
+        vllm["servers"] = [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{trl.get('vllm_server_port')}"]
+    vllm["correct"] = None
+    if trl.get("vllm_importance_sampling_correction"):
+        prefix = "vllm_importance_sampling_"
+        level, _, mode = str(trl.get(f"{prefix}mode")).partition("_")
+        cap = f"{prefix}cap" if arguments.get(f"{prefix}cap") else f"{prefix}clip_max"
+        vllm["correct"] = {"level": "token" if level == "token" else "sequence_sum", "mode": mode or "mask"}
+        bounds = {"high": cap, "low": f"{prefix}clip_min"}
+        vllm["correct"] |= {bound: trl.number(name) for bound, name in bounds.items() if trl.get(name) is not None}
+    names = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_device")
+    trl.write("rollout.engine", vllm, *names, *(name for name in arguments if name.startswith("vllm_importance")))
+
+
+# ---------------------------------------------------------------- rewards, tools, environments
+
+LIBRARIES = ("trl", "open_r1")
+"""Packages in which these names mean what is built in here."""
+REWARD_NAMES = {
+    "accuracy": "accuracy", "accuracy_reward": "accuracy", "think_format_reward": "think_format", "format": "think_format",
+    "format_reward": "think_format", "tag_count": "tags", "tag_count_reward": "tags",
+}  # fmt: skip
+"""Reward functions of TRL and of well-known scripts that are built in here."""
+OVERLONG = ("get_soft_overlong_punishment", "soft_overlong_punishment")
+"""The same for `soft_overlong`, whose arguments TRL's script sets to 1280 and 256."""
+
+
+def _rewards(trl: Configuration) -> None:
+    """`rewards`, with their weights."""
+    if not trl.online:
+        return
+    functions = trl.arguments.get("reward_funcs")
+    functions = list(functions) if isinstance(functions, list | tuple) else [functions] if functions is not None else []
+    if isinstance(judge := trl.arguments.get("reward_model_name_or_path"), str):
+        functions.insert(0, RewardModel(judge))  # TRL's scripts put it before the functions
+    if not functions:
+        trl.need("rewards: a list of {function: module:function or file.py:function, weight: ...}")
+        trl.note("reward_weights", "changed", "rewards.N.weight, one in each entry of rewards")
+        return
+    weights = trl.made("reward_weights", list, trl.arguments.get("reward_weights") or [None] * len(functions))
+    if len(weights) != len(functions):
+        trl.refuse("reward_weights", f"{len(weights)} weights for {len(functions)} reward functions")
+    entries: list[dict[str, Any]] = []
+    guessed: list[str] = []
+    for place, (function, weight) in enumerate(zip(functions, weights, strict=True)):
+        entry = _reward(trl, function)
+        if type(function) is str and entry["function"] == f"rewards.py:{function}":
+            guessed.append(function)
+        taken, name = [one.get("name", _called(one["function"])) for one in entries], _called(entry["function"])
+        if name in taken and name != "<lambda>":  # names tell rewards apart
+            source = str(function) if isinstance(function, str) and ":" not in function else name
+            entry["name"] = source if source not in taken else f"{source}_{place + 1}"
+        entries.append(entry | ({} if weight is None else {"weight": trl.made("reward_weights", float, weight)}))
+    trl.write("rewards", entries, "reward_funcs", "reward_weights", "reward_model_name_or_path")
+    if guessed:
+        trl.need(f"rewards: where {', '.join(guessed)} {'are' if len(guessed) > 1 else 'is'} (rewards.py is a guess)")
+
+
+def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
+    """An entry of `rewards`.  A function of the user's own is never taken for a built-in one of the same name."""
+    if isinstance(function, RewardModel):
+        return {"function": "model", "args": {"path": str(function)}}
+    if callable(function):
+        name = getattr(function, "__name__", "")
+        return {"function": built_in(str(getattr(function, "__module__", "")), name) or function}
+    if not isinstance(function, str) or not function:
+        trl.refuse("reward_funcs", f"functions are needed, by name or themselves; {short(function)} is none")
+    if function in OVERLONG:
+        sizes = {"max_tokens": ("max_completion_len", 1280), "cache": ("soft_punish_cache", 256)}
+        arguments = {ours: trl.whole(name, null=usual) for ours, (name, usual) in sizes.items()}
+        return {"function": "soft_overlong", "args": arguments}
+    if function in REWARD_NAMES or function in REWARDS or ":" in function:  # a name of TRL's registry, not of a script
+        return {"function": REWARD_NAMES.get(function, function)}
+    return {"function": ":".join(function.rsplit(".", 1)) if "." in function else f"rewards.py:{function}"}
+
+
+def built_in(module: str, name: str) -> str | None:
+    """What a reward function of TRL's, or of a well-known script, is called here."""
+    return REWARD_NAMES.get(name) if module.partition(".")[0] in LIBRARIES else None
+
+
+def _called(function: Any) -> str:
+    """The name that a reward gets."""
+    return function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+
+
+def _environment(trl: Configuration) -> None:
+    tools, factory = trl.arguments.get("tools"), trl.arguments.get("environment_factory")
+    factory = factory[0] if isinstance(factory, list) and factory else factory
+    if tools:
+        trl.write("environment.tools", tools, "tools")
+    if factory:
+        trl.write("environment.factory", factory, "environment_factory")
+    name = "max_tool_calling_iterations"
+    turns = trl.whole(name, null=0) + 1
+    if turns > 1 and (tools or factory):
+        trl.write("environment.max_turns", turns, name, says="turns, one more than rounds")
+    elif turns > 1:
+        trl.note(name, "changed", f"environment.max_turns: {turns}, with an environment")
+
+
+# ---------------------------------------------------------------- the table
+
 STEPS = "counts optimizer steps; ours counts rollouts, each of group.updates_per_rollout x group.minibatches optimizer steps"
 
-TABLE: dict[str, Argument] = {
-    # ------------------------------------------------------------ ModelConfig, ScriptArguments, arguments of trainers
-    "model_name_or_path": _same("model.path", by.to_model_path),
-    "model_revision": _missing("the newest revision is loaded; download another one and give its folder", off="main"),
-    "attn_implementation": _unneeded("the device chooses the kernel; how a batch is computed is model.attention"),
-    "dataset_config": _changed("data.path", "NAME:CONFIG", by.to_data_path),
-    "dataset_name": _same("data.path", by.to_data_path),
-    "dataset_streaming": _missing("rows are read once, before the first step"),
-    "dataset_test_split": _same("data.eval_split", by.to_data_path, "with data.eval_path"),
-    "dataset_train_split": _same("data.split", by.to_data_path),
-    "dtype": _changed("model.dtype", "float32 or bfloat16; with bf16 and float32 weights autocast", by.to_model_dtype),
-    "lora_alpha": _same("model.lora.alpha", by.to_lora),
-    "lora_dropout": _missing("adapters have no dropout: what is scored is what was sampled"),
-    "lora_modules_to_save": _missing("an adapter trains low-rank factors only"),
-    "lora_r": _same("model.lora.rank", by.to_lora),
-    "lora_target_modules": _same("model.lora.targets", by.to_lora),
-    "lora_target_parameters": _missing("an adapter lies on linear layers"),
-    "lora_task_type": _unneeded("it follows from the objective"),
-    "config_file": _changed("parallel", "of accelerate: zero2, zero3 or ddp; default: auto", by.to_parallel),
-    "num_processes": _unneeded("of accelerate: groupwise train --nproc N says it"),
-    "stop": _same("rollout.stop", Value(lambda stop: [stop] if isinstance(stop, str) else list(stop))),
-    "use_dora": _missing("adapters are LoRA's"),
-    "use_peft": _changed("model.lora", "{}, or with rank, alpha and targets", by.to_lora),
-    "use_rslora": _changed("model.lora", "alpha x sqrt(rank): products are scaled by alpha / rank", by.to_lora),
-    # ------------------------------------------------------------ TrainingArguments
-    "activation_checkpointing": _same("model.gradient_checkpointing", by.to_checkpointing),
-    "activation_checkpointing_kwargs": _unneeded("recomputing has no options"),
-    "adam_beta1": _changed("optimizer.betas", "[adam_beta1, adam_beta2]", by.to_betas),
-    "adam_beta2": _changed("optimizer.betas", "[adam_beta1, adam_beta2]", by.to_betas),
-    "adam_epsilon": _same("optimizer.eps", float),
-    "average_tokens_across_devices": _unneeded("every normalisation is over the whole step, whatever the number of processes"),
-    "bf16": _changed("model.dtype", "autocast", by.to_model_dtype),
-    "bf16_full_eval": _unneeded("evaluation computes as training does"),
-    "data_seed": _unneeded("one seed decides weights from scratch, order and samples: seed"),
-    "ddp_timeout": _unneeded("groupwise train --timeout says it"),
-    "debug": _unneeded("steps whose loss is not finite are skipped and counted; `groupwise replay` computes one again"),
-    "deepspeed": _changed("parallel", "zero2 or zero3 (FSDP2), {name: zero3, offload: true}; default: auto", by.to_parallel),
-    "do_eval": _unneeded("what is held out (data.eval_path, data.eval_fraction) is evaluated"),
-    "do_predict": _unneeded("groupwise eval RUN"),
-    "do_train": _unneeded("groupwise train RECIPE"),
-    "enable_jit_checkpoint": _unneeded("SIGTERM and Ctrl-C save the last whole step"),
-    "eval_delay": _missing("evaluations begin before the first step, or with the first that eval.every asks for"),
-    "eval_on_start": _same("eval.at_start", by.to_evaluation),
-    "eval_steps": _changed("eval.every", STEPS, by.to_evaluation),
-    "eval_strategy": _changed(
-        "eval.every", "with steps: eval_steps; no and epoch: before the first step and after the last", by.to_evaluation
-    ),
-    "fp16": _changed("model.dtype", "autocast: bfloat16 in the place of float16, which needs no loss scaling", by.to_model_dtype),
-    "fp16_full_eval": _unneeded("evaluation computes as training does"),
-    "fsdp": _changed("parallel", "zero2 or zero3 (FSDP2); default: auto", by.to_parallel),
-    "fsdp_config": _changed("parallel", "{name: zero3, shards: ..., offload: ...}", by.to_parallel),
-    "full_determinism": _unneeded("the same recipe gives the same run; `groupwise replay` checks it"),
-    "gradient_accumulation_steps": _changed(
-        "group.prompts_per_step",
-        "prompts per step (rows: batch_size); micro-batches follow from optimizer.tokens_per_microbatch",
-        by.to_batch,
-    ),
-    "gradient_checkpointing": _same("model.gradient_checkpointing", by.to_checkpointing),
-    "gradient_checkpointing_kwargs": _unneeded("recomputing has no options"),
-    "ignore_data_skip": _unneeded("a resumed run continues where its data stood"),
-    "include_num_input_tokens_seen": _unneeded("tokens/sampled and tokens/trained are in every step's metrics"),
-    "label_smoothing_factor": _missing("SFT's targets are the tokens themselves"),
-    "learning_rate": _same("optimizer.lr", Value(float, always=True)),
-    "logging_nan_inf_filter": _unneeded("what is not finite is shown, and its update skipped"),
-    "lr_scheduler_kwargs": _changed("optimizer.min_lr_ratio", "min_lr_rate of cosine_with_min_lr", by.to_schedule),
-    "lr_scheduler_type": _changed(
-        "optimizer.schedule", "constant, linear or cosine; TRL's default is linear, ours constant", by.to_schedule
-    ),
-    "max_grad_norm": _same(
-        "optimizer.clip_norm",
-        Value(lambda norm: float(norm or 0.0) or None, lambda _: True),
-        "null where it is 0",
-    ),
-    "max_steps": _changed("steps", STEPS, by.to_length, off=-1),
-    "neftune_noise_alpha": _missing("embeddings are trained without noise"),
-    "num_train_epochs": _changed("epochs", "of online objectives steps: epochs x rows / group.prompts_per_step", by.to_length),
-    "optim": _unneeded("the optimizer is AdamW with float32 state", by.to_optimizer),
-    "optim_args": _unneeded("the optimizer is AdamW with float32 state"),
-    "optim_target_modules": _missing("the optimizer is AdamW with float32 state"),
-    "output_dir": _changed("name", "the run folder is runs/NAME", by.to_folder_name),
-    "parallelism_config": _changed("parallel", "ddp, zero2, zero3 or auto"),
-    "per_device_train_batch_size": _changed(
-        "group.prompts_per_step",
-        "counts prompts; TRL's counts completions, all devices together divide by num_generations (rows: batch_size)",
-        by.to_batch,
-    ),
-    "remove_unused_columns": _unneeded("every column of the data reaches the reward functions that ask for it"),
-    "report_to": _changed(
-        "save.report_to",
-        "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written",
-        Value(by.boards, lambda report: bool(by.boards(report))),
-    ),
-    "restore_callback_states_from_checkpoint": _unneeded("there are no callbacks"),
-    "resume_from_checkpoint": _unneeded("the same command resumes the run"),
-    "run_name": _changed("name", "the run folder is runs/NAME", by.to_folder_name),
-    "save_only_model": _missing("a checkpoint is whole: `groupwise train` resumes from it"),
-    "save_steps": _changed("save.every", STEPS, by.to_saving),
-    "save_strategy": _changed(
-        "save.every", "with steps: save_steps; no, epoch and best: 0, after the last step only", by.to_saving
-    ),
-    "save_total_limit": _same("save.keep", by.to_checkpoints, "at least 2"),
-    "seed": _same("seed", Value(int, always=True)),
-    "skip_memory_metrics": _unneeded("the plan says what a step will need"),
-    "tf32": _missing("float32 products are float32's; model.dtype: autocast is the fast way"),
-    "train_sampling_strategy": _changed("data.shuffle", "true for random"),
-    "use_cache": _unneeded("training has no KV cache, sampling always has one"),
-    "use_cpu": _changed("model.device", "cpu", Value(lambda _: "cpu", bool)),
-    "warmup_steps": _changed(
-        "optimizer.warmup_steps", "optimizer steps, as TRL's; a share below 1 is multiplied out", by.to_warm_up
-    ),
-    "weight_decay": _same("optimizer.weight_decay", float),
-    # ------------------------------------------------------------ GRPOConfig
-    "beta": _same("group.beta", by.to_kl, "of DPOConfig: pairs.beta"),
-    "cache_implementation": _unneeded("the engine has a KV cache of its own"),
-    "cast_lm_head_to_fp32": _unneeded("the softmax over the vocabulary is always taken in float32"),
-    "chat_template_kwargs": _same("data.chat_template_kwargs", dict, "a row's column of the same name goes over them"),
-    "delta": _changed("group.surrogate", "{name: clipped, delta: ...}", by.to_surrogate),
-    "disable_dropout": _unneeded("nothing is ever dropped: what is scored is what was sampled"),
-    "entropy_coef": _same("group.entropy_bonus", by.to_entropy),
-    "entropy_coef_delta": _changed("group.entropy_step", "with use_adaptive_entropy", by.to_entropy),
-    "entropy_coef_max": _changed(
-        "group.entropy_bonus", "with use_adaptive_entropy: the most that the coefficient becomes", by.to_entropy
-    ),
-    "entropy_coef_min": _missing("an adaptive coefficient falls to 0"),
-    "entropy_target": _same("group.entropy_target", by.to_entropy, "with use_adaptive_entropy"),
-    "epsilon": _changed("group.surrogate", "{name: clipped, low: ..., high: ...}", by.to_surrogate),
-    "epsilon_high": _changed(
-        "group.surrogate", "{name: clipped, low: ..., high: ...}; with cispo {name: cispo, cap: ...}", by.to_surrogate
-    ),
-    "generation_batch_size": _changed(
-        "group.prompts_per_step", "completions of a rollout: num_generations times the prompts", by.to_batch
-    ),
-    "generation_kwargs": _missing(
-        "only what the scorer reproduces can be sampled: temperature, top_k, top_p, min_p, stop", by.to_generation
-    ),
-    "importance_sampling_level": _changed("group.ratio", "token, or sequence_mean for sequence", by.to_ratio),
-    "log_completions": _changed(
-        "save.rollouts_every", "every completion is written every this many steps; `groupwise view` shows them"
-    ),
-    "log_multimodal": _unneeded("there are no images"),
-    "loss_type": _changed(
-        "objective",
-        "the preset's name, but bnpo for TRL's dapo, which is only its mean over tokens; of DPOConfig: pairs.loss",
-        by.to_objective,
-    ),
-    "mask_truncated_completions": _changed("group.truncated", "keep or mask", Value(lambda _: "mask", bool)),
-    "max_completion_length": _same("rollout.max_new_tokens", Value(int, always=True)),
-    "max_tool_calling_iterations": _changed(
-        "environment.max_turns", "counts turns of the policy: one more than rounds of tool calls", by.to_environment
-    ),
-    "min_p": _same("rollout.min_p", float),
-    "model_init_kwargs": _changed(
-        "model.dtype", "its dtype; attn_implementation is not needed; other arguments are not passed on", by.to_model_dtype
-    ),
-    "multi_objective_aggregation": _changed("objective", "gdpo for normalize_then_sum", by.to_objective),
-    "num_generations": _same("group.group_size", by.to_batch),
-    "num_generations_eval": _same("eval.k", Value(int, bool)),
-    "num_iterations": _same("group.updates_per_rollout", by.to_batch),
-    "off_policy_mask_threshold": _same("group.off_policy_delta", Value(float, bool)),
-    "ref_model_mixup_alpha": _same("group.reference_mix", by.to_moving_reference),
-    "ref_model_sync_steps": _changed("group.reference_refresh", f"with sync_ref_model; {STEPS}", by.to_moving_reference),
-    "repetition_penalty": _missing(
-        "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`", off=1.0
-    ),
-    "reward_funcs": _changed("rewards", "a list of {function: ..., weight: ...}", by.to_rewards),
-    "reward_model_name_or_path": _changed("rewards", "{function: model, args: {path: ...}}", by.to_rewards),
-    "reward_weights": _changed("rewards.N.weight", "one in each entry of rewards", by.to_rewards),
-    "router_aux_loss_coef": _missing(
-        "the model's config.json says it: output_router_logits switches the balancing loss on, at its router_aux_loss_coef"
-    ),
-    "sapo_temperature_neg": _changed("group.surrogate", "{name: sapo, tau_neg: ...}", by.to_surrogate),
-    "sapo_temperature_pos": _changed("group.surrogate", "{name: sapo, tau_pos: ...}", by.to_surrogate),
-    "scale_rewards": _changed("group.credit", "{name: standardized, scale: group, batch or none}", by.to_credit),
-    "shuffle_dataset": _same("data.shuffle", by.to_shuffle),
-    "steps_per_generation": _changed(
-        "group.minibatches", "steps_per_generation / gradient_accumulation_steps: updates per pass", by.to_batch
-    ),
-    "sync_ref_model": _changed("group.reference_refresh", "the number of steps; 0 for false", by.to_moving_reference),
-    "temperature": _same("rollout.temperature", float),
-    "top_entropy_quantile": _changed(
-        "group.entropy_quantile",
-        "1 - top_entropy_quantile",
-        Value(lambda upper: round(1.0 - float(upper), 12), lambda upper: float(upper) < 1.0),
-    ),
-    "top_k": _same("rollout.top_k", Value(lambda k: max(int(k), 0))),
-    "top_p": _same("rollout.top_p", float),
-    "transformers_continuous_batching_config": _unneeded("rollout.engine: native batches continuously"),
-    "trust_remote_code": _same("model.trust_remote_code", Value(bool, bool)),
-    "use_adaptive_entropy": _changed(
-        "group.entropy_target", "the target, with group.entropy_step and group.entropy_bonus", by.to_entropy
-    ),
-    "use_bias_correction_kl": _changed("group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false", by.to_kl),
-    "use_transformers_continuous_batching": _unneeded("rollout.engine: native batches continuously"),
-    "use_transformers_paged": _unneeded("rollout.engine: native has a cache of its own"),
-    "use_vllm": _changed("rollout.engine", "vllm; the default, native, samples in the trainer's process", by.to_engine),
-    "vespo_k_neg": _changed("group.surrogate", "{name: vespo, k_neg: ...}", by.to_surrogate),
-    "vespo_k_pos": _changed("group.surrogate", "{name: vespo, k_pos: ...}", by.to_surrogate),
-    "vespo_lambda_neg": _changed("group.surrogate", "{name: vespo, lam_neg: ...}", by.to_surrogate),
-    "vespo_lambda_pos": _changed("group.surrogate", "{name: vespo, lam_pos: ...}", by.to_surrogate),
-    "vllm_enable_sleep_mode": _unneeded("a colocated vLLM always sleeps while weights are trained"),
-    "vllm_gpu_memory_utilization": _unneeded("the plan shares the memory out; of a server: groupwise serve --cache"),
-    "vllm_group_port": _unneeded("weights travel through the server's own address"),
-    "vllm_importance_sampling_cap": _changed("rollout.engine", "{name: vllm, correct: {high: ...}}", by.to_engine),
-    "vllm_importance_sampling_clip_max": _changed("rollout.engine", "{name: vllm, correct: {high: ...}}", by.to_engine),
-    "vllm_importance_sampling_clip_min": _changed("rollout.engine", "{name: vllm, correct: {low: ...}}", by.to_engine),
-    "vllm_importance_sampling_correction": _changed(
-        "rollout.engine", "{name: vllm, correct: {...}}, or correct: null for none", by.to_engine
-    ),
-    "vllm_importance_sampling_mode": _changed(
-        "rollout.engine", "{name: vllm, correct: {level: token or sequence_sum, mode: truncate or mask}}", by.to_engine
-    ),
-    "vllm_max_model_length": _unneeded("the longest prompt and rollout.max_new_tokens say it"),
-    "vllm_mode": _changed("rollout.engine", "{name: vllm, colocated: true} for colocate; servers otherwise", by.to_engine),
-    "vllm_model_impl": _unneeded(
-        "vLLM's own model, with the trainer's weights, is proven against the trainer before the first step"
-    ),
-    "vllm_server_base_url": _changed("rollout.engine", "{name: vllm, servers: [...]}", by.to_engine),
-    "vllm_server_host": _changed("rollout.engine", "{name: vllm, servers: [http://HOST:PORT]}", by.to_engine),
-    "vllm_server_port": _changed("rollout.engine", "{name: vllm, servers: [http://HOST:PORT]}", by.to_engine),
-    "vllm_server_timeout": _unneeded("a run waits for its servers, and says which does not answer"),
-    "vllm_structured_outputs_regex": _missing("constrained decoding makes another distribution, which the scorer does not have"),
-    "vllm_tensor_parallel_size": _unneeded("of a server: groupwise serve MODEL -- --tensor-parallel-size 2"),
-    # ------------------------------------------------------------ RLOOConfig
-    "normalize_advantages": _changed("group.credit", "{name: leave_one_out, scale: batch}", by.to_credit),
-    "reward_clip_range": _missing("rewards are taken as they are: clip in the reward function"),
-    # ------------------------------------------------------------ SFTConfig, RewardConfig, DPOConfig
-    "activation_offloading": _missing("activations stay on the device: model.gradient_checkpointing keeps fewer of them"),
-    "assistant_only_loss": _changed(
-        "data.train_on", "completion: the last answer of a conversation is trained, earlier ones are not"
-    ),
-    "center_rewards_coefficient": _same("reward_model.centering", Value(float, bool)),
-    "chat_template_path": _same("model.chat_template", Value(str, _text)),
-    "completion_only_loss": _changed("data.train_on", "completion or all", Value(lambda _: "all", lambda value: value is False)),
-    "dataset_text_field": _changed(
-        "data.columns", "rows are prompt and completion, or messages: {completion: TEXT} with a prompt beside it"
-    ),
-    "discopop_tau": _missing("pairs.loss is sigmoid or ipo"),
-    "eos_token": _unneeded("EOS is what generation_config.json and the tokenizer say; `groupwise check` prints it"),
-    "f_alpha_divergence_coef": _missing("pairs are held against the reference by the reverse KL"),
-    "f_divergence_type": _missing("pairs are held against the reference by the reverse KL"),
-    "label_smoothing": _missing("pairs.loss is sigmoid or ipo, without smoothing"),
-    "ld_alpha": _missing("every token of a completion counts in pairs.loss"),
-    "loss_weights": _missing("pairs.loss is one loss"),
-    "max_length": _changed("data.too_long", "rows longer than the model's context are dropped or cut; there is no shorter limit"),
-    "packing": _unneeded("rows are always packed, and never see one another"),
-    "packing_strategy": _unneeded("rows are always packed, and never see one another"),
-    "precompute_ref_log_probs": _unneeded("the reference's log-probs of pairs are always computed once, before the first step"),
-    "truncation_mode": _changed("data.too_long", "drop or truncate_left"),
-    "use_weighting": _missing("pairs.loss is sigmoid or ipo"),
-    # ------------------------------------------------------------ what trainers take, and peft's LoraConfig
-    "args": _unneeded("the arguments of a configuration are keys; `groupwise recipes import-trl` translates a script"),
-    "callbacks": _missing("there are no callbacks: a loop of your own over `gw.train(...)` does what they did"),
-    "compute_loss_func": _missing("a loss of your own is a part: group.surrogate: file.py:function"),
-    "environment_factory": _changed("environment.factory", "file.py:Class; in Python environment=Class", by.to_environment),
-    "eval_dataset": _changed(
-        "data.eval_path", "a file or hub name; in Python data={'path': ..., 'eval_path': rows}", by.to_data_path
-    ),
-    "formatting_func": _missing("rows are read as they are: data.template makes the prompt from columns"),
-    "optimizer_cls_and_kwargs": _missing("the optimizer is AdamW with float32 state"),
-    "optimizers": _missing("the optimizer is AdamW with float32 state, and its schedule optimizer.schedule"),
-    "peft_config": _changed("model.lora", "{rank: ..., alpha: ..., targets: ...}", by.to_lora),
-    "processing_class": _unneeded("the tokenizer is the checkpoint's; in Python tokenizer=..., beside a loaded model"),
-    "r": _same("model.lora.rank", by.to_lora),
-    "ref_model": _missing("the reference is the policy as it was before its first step"),
-    "reward_processing_classes": _unneeded("a reward model's tokenizer is its checkpoint's"),
-    "rollout_func": _missing("who samples for itself is a harness: environment.harness"),
-    "target_modules": _same("model.lora.targets", by.to_lora),
-    "tools": _changed("environment.tools", "[file.py:function, ...]; in Python tools=[function, ...]", by.to_environment),
-    "train_dataset": _changed("data.path", "a file or hub name; in Python data=rows", by.to_data_path),
-    # ------------------------------------------------------------ older names, and those of well-known scripts
-    "chat_template": _same("model.chat_template", Value(str, _text)),
-    "dataset_prompt_column": _changed(
-        "data.columns",
-        "{prompt: ...}",
-        Value(lambda column: {"prompt": column}, lambda column: _text(column) and column != "prompt"),
-    ),
-    "evaluation_strategy": _changed(
-        "eval.every", "with steps: eval_steps; no and epoch: before the first step and after the last", by.to_evaluation
-    ),
-    "max_prompt_length": _same(
-        "data.max_prompt_tokens", by.to_prompt_length, "longer ones are dropped; TRL's cut them: data.too_long: truncate_left"
-    ),
-    "max_seq_length": _changed(
-        "data.too_long", "rows longer than the model's context are dropped or cut; there is no shorter limit"
-    ),
-    "overwrite_output_dir": _unneeded("the same command resumes the run; --fresh starts anew"),
-    "per_gpu_train_batch_size": _changed(
-        "group.prompts_per_step", "counts prompts, over all devices (rows: batch_size)", by.to_batch
-    ),
-    "system_prompt": _changed("data.system", "with data.chat: true", by.to_system_prompt),
-    "torch_dtype": _changed("model.dtype", "float32 or bfloat16; with bf16 and float32 weights autocast", by.to_model_dtype),
-    "vllm_device": _changed("rollout.engine", "{name: vllm, colocated: true}, or a server: groupwise serve", by.to_engine),
-    "vllm_dtype": _changed("rollout.engine", "{name: vllm, dtype: ...}"),
-    "vllm_max_model_len": _unneeded("the longest prompt and rollout.max_new_tokens say it"),
-    "warmup_ratio": _changed("optimizer.warmup_steps", "optimizer steps: the ratio of all of them", by.to_warm_up),
-}
-"""TRL's argument -> what becomes of it; those of one answer are added below."""
+SAME: Sequence[tuple[Any, ...]] = [
+    ("seed", "seed", Value(int, always=True)),
+    ("chat_template chat_template_path", "model.chat_template", Value(str, _is_text)),
+    ("activation_checkpointing gradient_checkpointing", "model.gradient_checkpointing", _checkpointing),
+    ("lora_alpha", "model.lora.alpha", _lora),
+    ("lora_r r", "model.lora.rank", _lora),
+    ("lora_target_modules target_modules", "model.lora.targets", _lora),
+    ("model_name_or_path", "model.path", _model_path),
+    ("trust_remote_code", "model.trust_remote_code", Value(bool, bool)),
+    ("chat_template_kwargs", "data.chat_template_kwargs", Value(_mapping), "a row's column of the same name goes over them"),
+    ("dataset_test_split", "data.eval_split", _data, "with data.eval_path"),
+    ("max_prompt_length", "data.max_prompt_tokens", _prompt_length,
+     "longer ones are dropped; TRL's cut them: data.too_long: truncate_left"),
+    ("dataset_name", "data.path", _data),
+    ("shuffle_dataset", "data.shuffle", _shuffle),
+    ("dataset_train_split", "data.split", _data),
+    ("max_completion_length", "rollout.max_new_tokens", Value(int, always=True)),
+    ("min_p", "rollout.min_p", float),
+    ("stop", "rollout.stop", Value(_texts)),
+    ("temperature", "rollout.temperature", float),
+    ("top_k", "rollout.top_k", Value(lambda k: max(int(k), 0))),
+    ("top_p", "rollout.top_p", float),
+    ("beta", "group.beta", _kl, "of DPOConfig: pairs.beta"),
+    ("entropy_coef", "group.entropy_bonus", _entropy),
+    ("entropy_target", "group.entropy_target", _entropy, "with use_adaptive_entropy"),
+    ("num_generations", "group.group_size", _batch),
+    ("off_policy_mask_threshold", "group.off_policy_delta", Value(float, bool)),
+    ("ref_model_mixup_alpha", "group.reference_mix", _moving_reference),
+    ("num_iterations", "group.updates_per_rollout", _batch),
+    ("center_rewards_coefficient", "reward_model.centering", Value(float, bool)),
+    ("max_grad_norm", "optimizer.clip_norm", Value(lambda norm: float(norm or 0.0) or None, lambda _: True), "null where it is 0"),
+    ("adam_epsilon", "optimizer.eps", float),
+    ("learning_rate", "optimizer.lr", Value(float, always=True)),
+    ("weight_decay", "optimizer.weight_decay", float),
+    ("eval_on_start", "eval.at_start", _evaluation),
+    ("num_generations_eval", "eval.k", Value(int, bool)),
+    ("save_total_limit", "save.keep", _checkpoints, "at least 2"),
+]  # fmt: skip
+"""Names, our key, a converter or the type of a value that is taken as it is, and perhaps what to know."""
+CHANGED: Sequence[tuple[Any, ...]] = [
+    ("loss_type", "objective",
+     "the preset's name, but bnpo for TRL's dapo, which is only its mean over tokens; of DPOConfig: pairs.loss", _objective),
+    ("multi_objective_aggregation", "objective", "gdpo for normalize_then_sum", _objective),
+    ("output_dir run_name", "name", "the run folder is runs/NAME", _folder_name),
+    ("max_steps", "steps", STEPS, _length),
+    ("num_train_epochs", "epochs", "of online objectives steps: epochs x rows / group.prompts_per_step", _length),
+    ("config_file", "parallel", "of accelerate: zero2, zero3 or ddp; default: auto", _parallel),
+    ("deepspeed", "parallel", "zero2 or zero3 (FSDP2), {name: zero3, offload: true}; default: auto", _parallel),
+    ("fsdp", "parallel", "zero2 or zero3 (FSDP2); default: auto", _parallel),
+    ("fsdp_config", "parallel", "{name: zero3, shards: ..., offload: ...}", _parallel),
+    ("parallelism_config", "parallel", "ddp, zero2, zero3 or auto"),
+    ("use_cpu", "model.device", "cpu", Value(lambda _: "cpu", bool)),
+    ("bf16", "model.dtype", "autocast", _dtype),
+    ("dtype torch_dtype", "model.dtype", "float32 or bfloat16; with bf16 and float32 weights autocast", _dtype),
+    ("fp16", "model.dtype", "autocast: bfloat16 in the place of float16, which needs no loss scaling", _dtype),
+    ("model_init_kwargs", "model.dtype", "its dtype; attn_implementation is not needed; other arguments are not passed on", _dtype),
+    ("peft_config", "model.lora", "{rank: ..., alpha: ..., targets: ...}", _lora),
+    ("use_peft", "model.lora", "{}, or with rank, alpha and targets", _lora),
+    ("use_rslora", "model.lora", "alpha x sqrt(rank): products are scaled by alpha / rank", _lora),
+    ("dataset_prompt_column", "data.columns", "{prompt: ...}",
+     Value(lambda column: {"prompt": column}, lambda column: _is_text(column) and column != "prompt")),
+    ("dataset_text_field", "data.columns",
+     "rows are prompt and completion, or messages: {completion: TEXT} with a prompt beside it"),
+    ("eval_dataset", "data.eval_path", "a file or hub name; in Python data={'path': ..., 'eval_path': rows}", _data),
+    ("dataset_config", "data.path", "NAME:CONFIG", _data),
+    ("train_dataset", "data.path", "a file or hub name; in Python data=rows", _data),
+    ("train_sampling_strategy", "data.shuffle", "true for random"),
+    ("system_prompt", "data.system", "with data.chat: true", _system_prompt),
+    ("max_length max_seq_length", "data.too_long",
+     "rows longer than the model's context are dropped or cut; there is no shorter limit"),
+    ("truncation_mode", "data.too_long", "drop or truncate_left"),
+    ("assistant_only_loss", "data.train_on", "completion: the last answer of a conversation is trained, earlier ones are not"),
+    ("completion_only_loss", "data.train_on", "completion or all", Value(lambda _: "all", lambda value: value is False)),
+    ("reward_funcs", "rewards", "a list of {function: ..., weight: ...}", _rewards),
+    ("reward_model_name_or_path", "rewards", "{function: model, args: {path: ...}}", _rewards),
+    ("reward_weights", "rewards.N.weight", "one in each entry of rewards", _rewards),
+    ("environment_factory", "environment.factory", "file.py:Class; in Python environment=Class", _environment),
+    ("max_tool_calling_iterations", "environment.max_turns", "counts turns of the policy: one more than rounds of tool calls",
+     _environment),
+    ("tools", "environment.tools", "[file.py:function, ...]; in Python tools=[function, ...]", _environment),
+    ("use_vllm", "rollout.engine", "vllm; the default, native, samples in the trainer's process", _engine),
+    ("vllm_device", "rollout.engine", "{name: vllm, colocated: true}, or a server: groupwise serve", _engine),
+    ("vllm_dtype", "rollout.engine", "{name: vllm, dtype: ...}"),
+    ("vllm_importance_sampling_cap vllm_importance_sampling_clip_max", "rollout.engine", "{name: vllm, correct: {high: ...}}",
+     _engine),
+    ("vllm_importance_sampling_clip_min", "rollout.engine", "{name: vllm, correct: {low: ...}}", _engine),
+    ("vllm_importance_sampling_correction", "rollout.engine", "{name: vllm, correct: {...}}, or correct: null for none", _engine),
+    ("vllm_importance_sampling_mode", "rollout.engine",
+     "{name: vllm, correct: {level: token or sequence_sum, mode: truncate or mask}}", _engine),
+    ("vllm_mode", "rollout.engine", "{name: vllm, colocated: true} for colocate; servers otherwise", _engine),
+    ("vllm_server_base_url", "rollout.engine", "{name: vllm, servers: [...]}", _engine),
+    ("vllm_server_host vllm_server_port", "rollout.engine", "{name: vllm, servers: [http://HOST:PORT]}", _engine),
+    ("normalize_advantages", "group.credit", "{name: leave_one_out, scale: batch}", _credit),
+    ("scale_rewards", "group.credit", "{name: standardized, scale: group, batch or none}", _credit),
+    ("entropy_coef_max", "group.entropy_bonus", "with use_adaptive_entropy: the most that the coefficient becomes", _entropy),
+    ("top_entropy_quantile", "group.entropy_quantile", "1 - top_entropy_quantile",
+     Value(lambda upper: round(1.0 - float(upper), 12), lambda upper: float(upper) < 1.0)),
+    ("entropy_coef_delta", "group.entropy_step", "with use_adaptive_entropy", _entropy),
+    ("use_adaptive_entropy", "group.entropy_target", "the target, with group.entropy_step and group.entropy_bonus", _entropy),
+    ("use_bias_correction_kl", "group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false", _kl),
+    ("steps_per_generation", "group.minibatches", "steps_per_generation / gradient_accumulation_steps: updates per pass", _batch),
+    ("generation_batch_size", "group.prompts_per_step", "completions of a rollout: num_generations times the prompts", _batch),
+    ("gradient_accumulation_steps", "group.prompts_per_step",
+     "prompts per step (rows: batch_size); micro-batches follow from optimizer.tokens_per_microbatch", _batch),
+    ("per_device_train_batch_size", "group.prompts_per_step",
+     "counts prompts; TRL's counts completions, all devices together divide by num_generations (rows: batch_size)", _batch),
+    ("per_gpu_train_batch_size", "group.prompts_per_step", "counts prompts, over all devices (rows: batch_size)", _batch),
+    ("importance_sampling_level", "group.ratio", "token, or sequence_mean for sequence", _ratio),
+    ("ref_model_sync_steps", "group.reference_refresh", f"with sync_ref_model; {STEPS}", _moving_reference),
+    ("sync_ref_model", "group.reference_refresh", "the number of steps; 0 for false", _moving_reference),
+    ("delta", "group.surrogate", "{name: clipped, delta: ...}", _surrogate),
+    ("epsilon", "group.surrogate", "{name: clipped, low: ..., high: ...}", _surrogate),
+    ("epsilon_high", "group.surrogate", "{name: clipped, low: ..., high: ...}; with cispo {name: cispo, cap: ...}", _surrogate),
+    ("sapo_temperature_neg", "group.surrogate", "{name: sapo, tau_neg: ...}", _surrogate),
+    ("sapo_temperature_pos", "group.surrogate", "{name: sapo, tau_pos: ...}", _surrogate),
+    ("vespo_k_neg", "group.surrogate", "{name: vespo, k_neg: ...}", _surrogate),
+    ("vespo_k_pos", "group.surrogate", "{name: vespo, k_pos: ...}", _surrogate),
+    ("vespo_lambda_neg", "group.surrogate", "{name: vespo, lam_neg: ...}", _surrogate),
+    ("vespo_lambda_pos", "group.surrogate", "{name: vespo, lam_pos: ...}", _surrogate),
+    ("mask_truncated_completions", "group.truncated", "keep or mask", Value(lambda _: "mask", bool)),
+    ("adam_beta1 adam_beta2", "optimizer.betas", "[adam_beta1, adam_beta2]", _betas),
+    ("lr_scheduler_kwargs", "optimizer.min_lr_ratio", "min_lr_rate of cosine_with_min_lr", _schedule),
+    ("lr_scheduler_type", "optimizer.schedule", "constant, linear or cosine; TRL's default is linear, ours constant", _schedule),
+    ("warmup_ratio", "optimizer.warmup_steps", "optimizer steps: the ratio of all of them", _warm_up),
+    ("warmup_steps", "optimizer.warmup_steps", "optimizer steps, as TRL's; a share below 1 is multiplied out", _warm_up),
+    ("eval_steps", "eval.every", STEPS, _evaluation),
+    ("eval_strategy evaluation_strategy", "eval.every",
+     "with steps: eval_steps; no and epoch: before the first step and after the last", _evaluation),
+    ("save_steps", "save.every", STEPS, _saving),
+    ("save_strategy", "save.every", "with steps: save_steps; no, epoch and best: 0, after the last step only", _saving),
+    ("report_to", "save.report_to", "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written",
+     Value(_boards, _boards)),
+    ("log_completions", "save.rollouts_every", "every completion is written every this many steps; `groupwise view` shows them"),
+]  # fmt: skip
+"""Names, our key, what to write or what differs, and the converter if a value can be carried over."""
+UNNEEDED = {
+    "processes are started by --nproc or torchrun, and what each holds is `parallel`":
+        "accelerator_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph "
+        "ds3_gather_for_generation ignore_bias_buffers local_rank save_on_each_node",
+    "recomputing has no options": "activation_checkpointing_kwargs gradient_checkpointing_kwargs",
+    "the arguments of a configuration are keys; `groupwise recipes import-trl` translates a script": "args",
+    "the device chooses the kernel; how a batch is computed is model.attention": "attn_implementation",
+    "how a step is cut to fit memory follows from optimizer.tokens_per_microbatch, which cannot change the update":
+        "auto_find_batch_size eval_accumulation_steps per_device_eval_batch_size precompute_ref_batch_size "
+        "torch_empty_cache_steps",
+    "every normalisation is over the whole step, whatever the number of processes": "average_tokens_across_devices",
+    "held-out figures come in one table with intervals; there are no callbacks for metrics":
+        "batch_eval_metrics compute_metrics eval_do_concat_batches eval_use_gather_object include_for_metrics "
+        "prediction_loss_only preprocess_logits_for_metrics",
+    "evaluation computes as training does": "bf16_full_eval fp16_full_eval",
+    "the engine has a KV cache of its own": "cache_implementation",
+    "the softmax over the vocabulary is always taken in float32": "cast_lm_head_to_fp32",
+    "rows are read once and encoded before the first step: there is no data loader":
+        "data_collator dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers "
+        "dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_kwargs dataset_num_proc "
+        "label_names length_column_name preprocessing_num_workers",
+    "one seed decides weights from scratch, order and samples: seed": "data_seed",
+    "groupwise train --timeout says it": "ddp_timeout",
+    "steps whose loss is not finite are skipped and counted; `groupwise replay` computes one again": "debug",
+    "nothing is ever dropped: what is scored is what was sampled": "disable_dropout",
+    "every step is a line of metrics.jsonl and of the terminal; dashboards are save.report_to":
+        "disable_tqdm log_level log_level_replica log_on_each_node log_unique_prompts logging_dir logging_first_step "
+        "logging_steps logging_strategy num_completions_to_print project trackio_bucket_id trackio_space_id "
+        "trackio_static_space_id wandb_entity wandb_project",
+    "what is held out (data.eval_path, data.eval_fraction) is evaluated": "do_eval",
+    "groupwise eval RUN": "do_predict",
+    "groupwise train RECIPE": "do_train",
+    "SIGTERM and Ctrl-C save the last whole step": "enable_jit_checkpoint",
+    "EOS is what generation_config.json and the tokenizer say; `groupwise check` prints it": "eos_token",
+    "nothing is ever padded: batches are packed streams": "eval_packing pad_to_multiple_of pad_token padding_free",
+    "the same recipe gives the same run; `groupwise replay` checks it": "full_determinism",
+    "nothing is uploaded: `final/` is a plain Hugging Face folder, to be uploaded by its own tools":
+        "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token log_completions_hub_repo push_to_hub",
+    "a resumed run continues where its data stood": "ignore_data_skip",
+    "tokens/sampled and tokens/trained are in every step's metrics": "include_num_input_tokens_seen",
+    "kernels are built in: packed attention, and logits of trained tokens only, a chunk at a time":
+        "liger_kernel_config torch_compile torch_compile_backend torch_compile_mode use_liger use_liger_kernel",
+    "there are no images": "log_multimodal",
+    "what is not finite is shown, and its update skipped": "logging_nan_inf_filter",
+    "it follows from the objective": "lora_task_type",
+    "of accelerate: groupwise train --nproc N says it": "num_processes",
+    "the optimizer is AdamW with float32 state": "optim optim_args",
+    "the same command resumes the run; --fresh starts anew": "overwrite_output_dir",
+    "rows are always packed, and never see one another": "packing packing_strategy",
+    "the reference's log-probs of pairs are always computed once, before the first step": "precompute_ref_log_probs",
+    "the tokenizer is the checkpoint's; in Python tokenizer=..., beside a loaded model": "processing_class",
+    "every column of the data reaches the reward functions that ask for it": "remove_unused_columns",
+    "there are no callbacks": "restore_callback_states_from_checkpoint",
+    "the same command resumes the run": "resume_from_checkpoint",
+    "a reward model's tokenizer is its checkpoint's": "reward_processing_classes",
+    "the plan says what a step will need": "skip_memory_metrics",
+    "rollout.engine: native batches continuously": "transformers_continuous_batching_config use_transformers_continuous_batching",
+    "training has no KV cache, sampling always has one": "use_cache",
+    "rollout.engine: native has a cache of its own": "use_transformers_paged",
+    "a colocated vLLM always sleeps while weights are trained": "vllm_enable_sleep_mode",
+    "the plan shares the memory out; of a server: groupwise serve --cache": "vllm_gpu_memory_utilization",
+    "weights travel through the server's own address": "vllm_group_port",
+    "the longest prompt and rollout.max_new_tokens say it": "vllm_max_model_len vllm_max_model_length",
+    "vLLM's own model, with the trainer's weights, is proven against the trainer before the first step": "vllm_model_impl",
+    "a run waits for its servers, and says which does not answer": "vllm_server_timeout",
+    "of a server: groupwise serve MODEL -- --tensor-parallel-size 2": "vllm_tensor_parallel_size",
+}  # fmt: skip
+"""Why they are not needed: names."""
+LACKING = {
+    "activations stay on the device: model.gradient_checkpointing keeps fewer of them": "activation_offloading",
+    "weights are float32 or bfloat16":
+        "bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit quantization_config use_bnb_nested_quant",
+    "there are no callbacks: a loop of your own over `gw.train(...)` does what they did": "callbacks",
+    "a loss of your own is a part: group.surrogate: file.py:function": "compute_loss_func",
+    "rows are read once, before the first step": "dataset_streaming",
+    "pairs.loss is sigmoid or ipo": "discopop_tau use_weighting",
+    "an adaptive coefficient falls to 0": "entropy_coef_min",
+    "evaluations begin before the first step, or with the first that eval.every asks for": "eval_delay",
+    "pairs are held against the reference by the reverse KL": "f_alpha_divergence_coef f_divergence_type",
+    "rows are read as they are: data.template makes the prompt from columns": "formatting_func",
+    "only what the scorer reproduces can be sampled: temperature, top_k, top_p, min_p, stop": "generation_kwargs",
+    "the last weights are the final model; save.keep keeps the newest checkpoints":
+        "greater_is_better load_best_model_at_end metric_for_best_model",
+    "pairs.loss is sigmoid or ipo, without smoothing": "label_smoothing",
+    "SFT's targets are the tokens themselves": "label_smoothing_factor",
+    "every token of a completion counts in pairs.loss": "ld_alpha",
+    "adapters have no dropout: what is scored is what was sampled": "lora_dropout",
+    "an adapter trains low-rank factors only": "lora_modules_to_save",
+    "an adapter lies on linear layers": "lora_target_parameters",
+    "pairs.loss is one loss": "loss_weights",
+    "the newest revision is loaded; download another one and give its folder": "model_revision",
+    "embeddings are trained without noise": "neftune_noise_alpha",
+    "the optimizer is AdamW with float32 state": "optim_target_modules optimizer_cls_and_kwargs",
+    "the optimizer is AdamW with float32 state, and its schedule optimizer.schedule": "optimizers",
+    "the reference is the policy as it was before its first step": "ref_model",
+    "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`": "repetition_penalty",
+    "rewards are taken as they are: clip in the reward function": "reward_clip_range",
+    "who samples for itself is a harness: environment.harness": "rollout_func",
+    "the model's config.json says it: output_router_logits switches the balancing loss on, at its router_aux_loss_coef":
+        "router_aux_loss_coef",
+    "a checkpoint is whole: `groupwise train` resumes from it": "save_only_model",
+    "float32 products are float32's; model.dtype: autocast is the fast way": "tf32",
+    "adapters are LoRA's": "use_dora",
+    "constrained decoding makes another distribution, which the scorer does not have": "vllm_structured_outputs_regex",
+}  # fmt: skip
+"""What there is instead: names."""
 
-TABLE |= {
-    name: row
-    for row, names in {
-        NO_HUB: """hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token log_completions_hub_repo
-            push_to_hub""",
-        NO_PADDING: "eval_packing pad_to_multiple_of pad_token padding_free",
-        MEMORY: """auto_find_batch_size eval_accumulation_steps per_device_eval_batch_size precompute_ref_batch_size
-            torch_empty_cache_steps""",
-        LOG: """disable_tqdm log_level log_level_replica log_on_each_node log_unique_prompts logging_dir logging_first_step
-            logging_steps logging_strategy num_completions_to_print project trackio_bucket_id trackio_space_id
-            trackio_static_space_id wandb_entity wandb_project""",
-        LOADER: """data_collator dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
-            dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_kwargs
-            dataset_num_proc label_names length_column_name preprocessing_num_workers""",
-        LAUNCHED: """accelerator_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
-            ddp_static_graph ds3_gather_for_generation ignore_bias_buffers local_rank save_on_each_node""",
-        KERNELS: "liger_kernel_config torch_compile torch_compile_backend torch_compile_mode use_liger use_liger_kernel",
-        WHOLE: """batch_eval_metrics compute_metrics eval_do_concat_batches eval_use_gather_object include_for_metrics
-            prediction_loss_only preprocess_logits_for_metrics""",
-        QUANTIZED: """bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit quantization_config
-            use_bnb_nested_quant""",
-        BEST: """greater_is_better load_best_model_at_end metric_for_best_model""",
-    }.items()
-    for name in names.split()
-}
+KEYLESS = {"optim": _optimizer, "generation_kwargs": _generation}
+"""Converters of arguments that have no key of ours."""
+
+
+def _rows() -> Iterator[tuple[str, Argument]]:
+    """Every argument, its names one by one."""
+    for names, key, convert, *says in SAME:
+        yield names, Argument("same", key, "".join(says), Value(convert) if isinstance(convert, type) else convert)
+    for names, key, says, *convert in CHANGED:
+        yield names, Argument("changed", key, says, next(iter(convert), None))
+    for says, names in UNNEEDED.items():
+        yield names, Argument("unneeded", None, says)
+    for says, names in LACKING.items():
+        yield names, Argument("missing", None, says)
+
+
+TABLE = {name: replace(row, convert=KEYLESS[name]) if name in KEYLESS else row for names, row in _rows() for name in names.split()}
+"""TRL's argument -> what becomes of it."""
 
 CALLS: dict[str, Argument] = {
     "add_callback": TABLE["callbacks"],
-    "create_model_card": _unneeded("`final/README.md` is one"),
-    "evaluate": _unneeded("what is held out is evaluated after the last step; groupwise eval RUN does it again"),
-    "log_metrics": LOG,
-    "predict": _unneeded("groupwise eval RUN"),
-    "push_to_hub": NO_HUB,
-    "save_metrics": LOG,
-    "save_model": _unneeded("`final/` is the trained model"),
-    "save_state": _unneeded("every checkpoint is whole"),
-    "train": _unneeded("the same command resumes the run"),
+    "create_model_card": Argument("unneeded", says="`final/README.md` is one"),
+    "evaluate": Argument("unneeded", says="what is held out is evaluated after the last step; groupwise eval RUN does it again"),
+    "log_metrics": TABLE["logging_steps"],
+    "predict": Argument("unneeded", says="groupwise eval RUN"),
+    "push_to_hub": TABLE["push_to_hub"],
+    "save_metrics": TABLE["logging_steps"],
+    "save_model": Argument("unneeded", says="`final/` is the trained model"),
+    "save_state": Argument("unneeded", says="every checkpoint is whole"),
+    "train": TABLE["resume_from_checkpoint"],
 }
 """What a script calls of a trainer -> what becomes of it."""
 
-NAMES: dict[str, tuple[str, str]] = {
-    name: (row.key, row.says) for name, row in TABLE.items() if row.key is not None and row.fate != "missing"
-}
+NAMES: dict[str, tuple[str, str]] = {name: (row.key, row.says) for name, row in TABLE.items() if row.key is not None}
 """TRL's argument -> our key, and what to write where the values differ; of those that we have one for."""

@@ -1,14 +1,15 @@
-"""What a user of TRL wrote: the arguments of one of TRL's classes, with TRL's defaults and what follows from their values."""
+"""What a user of TRL wrote, with TRL's defaults, and the recipe that the table in `trl.py` makes of it."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from groupwise.config.strict_yaml import dump, parse
 from groupwise.errors import ConfigError
@@ -19,16 +20,22 @@ KINDS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "Reward
 """TRL's classes and the objective of each."""
 ROLLED = ("GRPOConfig", "RLOOConfig")
 """Classes of runs that sample their own completions."""
+SECTIONS = {
+    **dict.fromkeys(("rollout", "group", "rewards", "environment"), ROLLED),
+    "reward_model": ("RewardConfig",),
+    "pairs": ("DPOConfig",),
+}
+"""Sections of a recipe that only these of TRL's classes have."""
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "max_steps": -1,
     "lr_scheduler_type": "linear", "warmup_steps": 0, "bf16": None, "fp16": False, "dtype": "float32", "save_strategy": "steps",
-    "save_steps": 500, "eval_strategy": "no", "gradient_checkpointing": True, "seed": 42,
+    "save_steps": 500, "eval_strategy": "no", "gradient_checkpointing": True, "seed": 42, "model_revision": "main",
 }  # fmt: skip
 """Of TRL 1.16, where they matter here; those of single classes below."""
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "GRPOConfig": {
         "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "num_iterations": 1, "loss_type": "dapo",
-        "beta": 0.0, "scale_rewards": "group",
+        "beta": 0.0, "scale_rewards": "group", "repetition_penalty": 1.0,
         "entropy_target": 0.2, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
         "epsilon": 0.2, "importance_sampling_level": "token", "use_bias_correction_kl": True,
         "vllm_mode": "colocate", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
@@ -38,7 +45,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "RLOOConfig": {
         "learning_rate": 1e-6, "num_generations": 2, "max_completion_length": 512, "num_iterations": 1, "beta": 0.05,
-        "epsilon": 0.2, "normalize_advantages": False, "vllm_mode": "colocate",
+        "epsilon": 0.2, "normalize_advantages": False, "vllm_mode": "colocate", "repetition_penalty": 1.0,
         "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
         "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
     },
@@ -46,7 +53,6 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "RewardConfig": {"learning_rate": 1e-4},
     "DPOConfig": {"learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid"},
 }  # fmt: skip
-
 
 ADAPTERS = {"LoraConfig": {"r": 8, "lora_alpha": 8}, "get_peft_model": {"r": 16, "lora_alpha": 16}}
 """What describes an adapter, peft's configuration or unsloth's function with the same keywords, with its defaults."""
@@ -57,14 +63,20 @@ NO_MATTER = ("task_type", "peft_type", "inference_mode", "peft_version", "base_m
 """Of a LoraConfig: what does not change what is trained."""
 ADAPTER = "peft_config."
 """Prefix of a LoraConfig's other arguments."""
-ADAPTER_HAS = "an adapter has rank, alpha and targets"
-"""What becomes of them."""
 
 
-def adapter_arguments(described: Mapping[str, Any]) -> dict[str, Any]:
+def adapter_arguments(adapter: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a LoraConfig under the names of TRL's ModelConfig, those that it lacks behind `peft_config.`."""
-    used = {name: value for name, value in described.items() if value not in (None, False, "none", [], {})}
+    used = {name: value for name, value in adapter.items() if value not in (None, False, "none", [], {})}
     return {"use_peft": True} | {LORA.get(name, ADAPTER + name): value for name, value in used.items() if name not in NO_MATTER}
+
+
+class RewardModel(str):
+    """The folder or hub name of a reward model in the place of a function."""
+
+
+OPEN = "**"
+"""The name of a line for arguments that are not even known by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +93,69 @@ class Line:
         return f"{self.name}: {short(self.value)}" + (f"  ({self.says})" if self.says else "")
 
 
-class RewardModel(str):
-    """The folder or hub name of a reward model in the place of a function."""
+class Source(NamedTuple):
+    """What a file of TRL's says."""
+
+    kind: str
+    """TRL's class."""
+    arguments: dict[str, Any]
+    """Those that could be read, by name."""
+    lines: list[Line] = []
+    """Those that could not, and what else it says."""
+    needed: list[str] = []
+    """What must be done to a script."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+class Written(NamedTuple):
+    """A key of the recipe."""
+
+    value: Any
+    names: tuple[str, ...]
+    """The arguments that it is from; of TRL's default the first that may say it."""
+    default: bool
+    """True if the user wrote none of them."""
+    says: str
+    fate: Fate | None
+    """What becomes of those arguments, where their value decides; else what the table says."""
+
+    @property
+    def comment(self) -> str:
+        """Where it is from."""
+        source = f"TRL's default {self.names[0]}" if self.default and self.names else ", ".join(self.names)
+        return f"{source}: {self.says}" if self.says else source
+
+
+class BatchCount(NamedTuple):
+    """How many rows TRL takes at a time, and how they are cut."""
+
+    rows: int
+    """Rows, or completions, of one forward pass on all devices."""
+    pieces: int
+    """Forward passes of an optimizer step."""
+    passes: int
+    """Forward passes over one rollout."""
+    completions: int
+    """Of one rollout."""
+    size: int
+    """Completions of one prompt."""
+
+    @property
+    def prompts(self) -> int:
+        """Of one rollout."""
+        return max(1, round(self.completions / self.size))
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer steps of one pass over a rollout."""
+        return max(1, round(self.passes / self.pieces))
+
+
+@dataclass(kw_only=True)
 class Configuration:
-    """The arguments of one of TRL's classes and of what goes with it."""
+    """The arguments of one of TRL's classes and of what goes with it, and the recipe that is made of them.
+
+    The converters of the table read values by `get` and `number`, and say what they come to by `write`, `note` and `need`.
+    """
 
     kind: str
     arguments: Mapping[str, Any]
@@ -99,93 +167,107 @@ class Configuration:
     file: Path | None = None
     rows: int | None = None
     """Of the training data, where they are known."""
-    reads: list[str] = field(default_factory=list)
-    """Names of the arguments that were read, in their order."""
+    keys: dict[str, Written] = field(default_factory=dict)
+    """The recipe by dotted key."""
+    notes: dict[str, tuple[Fate, str]] = field(default_factory=dict)
+    """Argument -> what becomes of it, where no key is from it and its value decides."""
+    needed: list[str] = field(default_factory=list)
+    """What the recipe still has to say, because the configuration does not."""
 
     @property
     def online(self) -> bool:
         """True if completions are sampled."""
         return self.kind in ROLLED
 
+    def default(self, name: str) -> Any:
+        """TRL's default of an argument; None where it does not matter here."""
+        return OWN_DEFAULTS[self.kind].get(name, DEFAULTS.get(name))
+
     def get(self, name: str) -> Any:
         """An argument's value: what the user wrote, else the object's value, else TRL's default."""
-        self.reads.append(name)
-        return self._value(name)
+        return self.arguments[name] if name in self.arguments else self.values.get(name, self.default(name))
 
-    def _value(self, name: str) -> Any:
-        return self.arguments[name] if name in self.arguments else self.values.get(name, self._defaults.get(name))
+    def number(self, name: str, least: float = -math.inf, null: float | None = None) -> float:
+        """An argument's value as a number.   null: what null means; None: it is refused."""
+        value = self.get(name)
+        if value is None and null is not None:
+            return null
+        return self.made(name, float, value, least)
 
-    @property
-    def _defaults(self) -> dict[str, Any]:
-        return DEFAULTS | OWN_DEFAULTS[self.kind]
+    def whole(self, name: str, least: int = 0, null: int | None = None) -> int:
+        """An argument's value as a whole number."""
+        value = self.get(name)
+        if value is None and null is not None:
+            return null
+        return self.made(name, int, value, least)
 
-    @property
-    def last_set(self) -> str:
-        """Of the arguments that were read the last one with another value than TRL's default: what an error is about."""
-        return next((name for name in reversed(self.reads) if self._value(name) != self._defaults.get(name)), self.reads[-1])
+    def made(self, name: str, kind: Callable[[Any], Any], value: Any, least: float = -math.inf) -> Any:
+        """A value as `kind` makes it.  Raises ConfigError for a value of another type than TRL has there.
 
-    def written(self, name: str, default: Any = None) -> Any:
-        """What the user wrote; `default` where he wrote nothing."""
-        self.reads.append(name)
-        return self.arguments.get(name, default)
+        A flag without a value is no number.
+        """
+        number = kind in (int, float)
+        try:
+            result = None if number and isinstance(value, bool) else kind(value)
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            self.refuse(name, "a number is needed" if number else str(error))
+        if number and (result is None or not result >= least):
+            self.refuse(name, "a number is needed" + (f", at least {least:g}" if math.isfinite(least) else ""))
+        return result
 
-    @property
-    def completions(self) -> int:
-        """Completions of one rollout."""
-        rows, pieces = self.rows_per_pass, int(self.get("gradient_accumulation_steps"))
-        return int(self.written("generation_batch_size") or rows * int(self.written("steps_per_generation") or pieces))
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raises ConfigError for an argument's value."""
+        raise ConfigError(f"{name}={self.get(name)!r}: no value that TRL takes ({why})")
 
-    @property
-    def rows_per_pass(self) -> int:
-        """Rows, or completions, of one forward pass on all devices."""
-        return int(self.get("per_device_train_batch_size") or self.written("per_gpu_train_batch_size", 8)) * self.devices
+    def write(self, key: str, value: Any, *names: str, says: str = "", fate: Fate | None = None) -> None:
+        """Set a key, if runs of TRL's class have it.   names: the arguments that it is from."""
+        if self.kind in SECTIONS.get(key.partition(".")[0], (self.kind,)):
+            sources = tuple(name for name in names if name in self.arguments)
+            self.keys[key] = Written(value, sources or names[:1], not sources, says, fate)
 
-    @property
-    def prompts(self) -> int:
-        """Prompts of one rollout."""
-        return max(1, round(self.completions / int(self.get("num_generations"))))
+    def note(self, name: str, fate: Fate, says: str) -> None:
+        """Say what becomes of an argument."""
+        self.notes[name] = (fate, says)
 
-    @property
-    def passes(self) -> tuple[int, int]:
-        """Forward passes over one rollout, and how many of them an optimizer step takes."""
-        pieces = int(self.get("gradient_accumulation_steps"))
-        if self.written("generation_batch_size"):
-            return max(1, self.completions // self.rows_per_pass), pieces
-        return int(self.written("steps_per_generation") or pieces), pieces
+    def need(self, says: str) -> None:
+        """Say what the recipe still lacks."""
+        self.needed.append(says)
 
-    @property
-    def minibatches(self) -> int:
-        """Optimizer steps of one pass over a rollout."""
-        per_rollout, pieces = self.passes
-        return max(1, round(per_rollout / pieces))
+    # ------------------------------------------------------------ how many
+
+    @cached_property
+    def batch(self) -> BatchCount:
+        """How many rows are taken at a time."""
+        old = "per_gpu_train_batch_size"
+        rows = self.whole(old if old in self.arguments else "per_device_train_batch_size", 1, null=8) * self.devices
+        pieces, size = self.whole("gradient_accumulation_steps", 1), self.whole("num_generations", 1) if self.online else 1
+        completions = self.whole("generation_batch_size", null=0)
+        passes = max(1, completions // rows) if completions else self.whole("steps_per_generation", null=0) or pieces
+        return BatchCount(rows, pieces, passes, completions or rows * passes, size)
 
     @property
     def updates(self) -> int:
         """Optimizer steps of one of our steps."""
-        return self.minibatches * max(1, int(self.get("num_iterations"))) if self.online else 1
+        return self.batch.minibatches * max(1, self.whole("num_iterations")) if self.online else 1
 
     @property
-    def updates_in_all(self) -> int | None:
-        """Optimizer steps of the run, where they are known."""
-        most = self.get("max_steps")
-        if isinstance(most, int | float) and most > 0:
-            return int(most)
-        return None if self.steps is None else self.steps * self.updates
+    def most_updates(self) -> int | None:
+        """`max_steps`, if it is used."""
+        most = int(self.number("max_steps", null=0))
+        return most if most > 0 else None
 
     @property
     def steps(self) -> int | None:
         """Our steps of the run, where they are known."""
-        most = self.get("max_steps")
-        if isinstance(most, int | float) and most > 0:
-            return math.ceil(most / self.updates)
+        if self.most_updates is not None:
+            return math.ceil(self.most_updates / self.updates)
         if self.rows is None or not self.online:
             return None
-        return max(1, math.ceil(float(self.get("num_train_epochs")) * max(1, self.rows // self.prompts)))
+        return max(1, math.ceil(self.number("num_train_epochs") * max(1, self.rows // self.batch.prompts)))
 
-    def our_steps(self, count: Any, total: int | None) -> int | None:
-        """Optimizer steps of TRL's as steps of ours; a share below 1 is one of all steps."""
-        if not isinstance(count, int | float) or isinstance(count, bool) or count < 0:
-            return None
+    def our_steps(self, name: str, total: int | None) -> int | None:
+        """An argument's optimizer steps as steps of ours; a share below 1 is one of all steps."""
+        count = self.number(name, 0)
         if 0 < count < 1:
             return None if total is None else max(1, math.ceil(count * total))
         return math.ceil(count / self.updates)
@@ -218,9 +300,12 @@ def flow(value: Any) -> str:
     return dump({"a": value}).removeprefix("a: ").strip() if isinstance(value, bool | int | float | None) else _shown(value)
 
 
-def mapping_of(text: str, file: Path) -> dict[str, Any]:
+def mapping_of(file: Path) -> dict[str, Any]:
     """The arguments of a YAML or JSON file by name.  Raises ConfigError."""
-    document, problems = parse(text, file.name)  # JSON is YAML
+    try:
+        document, problems = parse(file.read_text(encoding="utf-8"), file.name)  # JSON is YAML
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
     if problems:
         raise ConfigError(str(problems[0]))
     if not isinstance(document.values, dict) or not document.values:

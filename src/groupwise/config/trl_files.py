@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.strict_yaml import parse_value
-from groupwise.config.trl_arguments import KINDS, Line, flow, mapping_of
-from groupwise.config.trl_convert import parallel_of
+from groupwise.config.trl import parallel_of
+from groupwise.config.trl_arguments import KINDS, Line, Source, flow, mapping_of
 from groupwise.config.trl_scripts import read_script
 from groupwise.errors import ConfigError
 
@@ -26,30 +26,36 @@ TELLING = {
     "DPOConfig": ("precompute_ref_log_probs", "label_smoothing", "f_divergence_type", "ld_alpha", "beta"),
 }
 """Arguments by which a configuration without a class is known; the first class of which one is there is meant."""
-SHELL_SCRIPTS = (".sh", ".bash")
+COMMANDS = {objective: kind for kind, objective in KINDS.items()}
+"""Subcommands of `trl`, and what its scripts are called by, with the class of each."""
+SHELL = re.compile(r"[|&;]+|\d*>.*|<.*")
+"""What ends the arguments of a command: pipes, redirections, the next command."""
+LAUNCHER = ("config_file", "num_processes")
+"""Options of accelerate's before the script that matter."""
 
 
-def read_arguments(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line], list[str]]:
-    """TRL's class, the arguments that could be read, by name, those that could not, and what must be done to a script.
+def read_source(file: Path, kind: str | None) -> Source:
+    """What a file says.   kind: the class; None: the one that the file makes or names, or whose arguments it holds.
 
-    text: of the file, whose ending says what it is.   kind: the class; None: the one that the file makes or names, or whose
-    arguments it holds.   Raises ConfigError for a file that holds no configuration, or several.
+    Raises ConfigError for a file that holds no configuration, or several.
     """
-    if file.suffix == ".py":
-        return read_script(text, file, kind)
-    if file.suffix in SHELL_SCRIPTS:
-        return _of_command(text, file, kind)
-    arguments = mapping_of(text, file)
-    return kind or _kind_of(arguments, file), arguments, [], []
+    if file.suffix not in (".py", ".sh", ".bash"):
+        arguments = mapping_of(file)
+        return Source(kind or _kind_of(arguments, file), arguments)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    return read_script(file, text, kind) if file.suffix == ".py" else _read_command(file, text, kind)
 
 
 def _kind_of(arguments: Mapping[str, Any], file: Path) -> str:
     if "distributed_type" in arguments or "zero_optimization" in arguments:
-        processes, parallel = arguments.get("num_processes"), parallel_of(arguments)
+        processes = arguments.get("num_processes")
         start = f" and start it with `groupwise train RECIPE --nproc {processes}`" if isinstance(processes, int) else ""
         raise ConfigError(
             f"{file} says how the weights are sharded, not what is trained: import the arguments of the trainer, "
-            f"write `parallel: {flow(parallel)}` into the recipe{start}"
+            f"write `parallel: {flow(parallel_of(arguments))}` into the recipe{start}"
         )
     for kind, names in TELLING.items():
         if any(name in arguments for name in names):
@@ -59,16 +65,8 @@ def _kind_of(arguments: Mapping[str, Any], file: Path) -> str:
     )
 
 
-COMMANDS = {objective: kind for kind, objective in KINDS.items()}
-"""Subcommands of `trl`, and what its scripts are called by, with the class of each."""
-SHELL = re.compile(r"[|&;]+|\d*>.*|<.*")
-"""What ends the arguments of a command: pipes, redirections, the next command."""
-LAUNCHER = ("config_file", "num_processes")
-"""Options of accelerate's before the script that matter."""
-
-
-def _of_command(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line], list[str]]:
-    """The class and the arguments of `trl grpo --...` or of a script that a shell script starts; those that could not be read.
+def _read_command(file: Path, text: str, kind: str | None) -> Source:
+    """The arguments of `trl grpo --...` or of a script that a shell script starts.
 
     A YAML file behind `--config` is read too; what the command says itself goes before it.
     """
@@ -82,23 +80,20 @@ def _of_command(text: str, file: Path, kind: str | None) -> tuple[str, dict[str,
         raise ConfigError(f"{file} starts {len(started)} scripts with arguments, and one is needed: keep it in a file of its own")
     words, place = started[0]
     words = [re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), word) for word in words]
-    launcher = {name: value for name, value in _options(words[:place]).items() if name in LAUNCHER}
     arguments = _options(words[place + 1 :])
-    program = Path(words[place]).stem
-    kind = kind or next((one for name, one in COMMANDS.items() if name in re.split(r"[^a-z]+", program)), None)
     if (config := arguments.pop("config", None)) is not None:
         known = next((path for path in (file.parent / str(config), Path(str(config))) if path.is_file()), None)
         if known is None:
             raise ConfigError(f"{file}: no such file {str(config)!r}, which --config names")
-        arguments = mapping_of(known.read_text(encoding="utf-8"), known) | arguments
-    arguments = launcher | arguments
-    unread = [
-        Line(name, value, None, "a variable of the shell: say it in the recipe")
-        for name, value in arguments.items()
-        if "$" in str(value)
-    ]
-    arguments = {name: value for name, value in arguments.items() if "$" not in str(value)}
-    return kind or _kind_of(arguments, file), arguments, unread, []
+        arguments = mapping_of(known) | arguments
+    arguments = {name: value for name, value in _options(words[:place]).items() if name in LAUNCHER} | arguments
+    unread = {name: value for name, value in arguments.items() if "$" in str(value)}
+    program = re.split(r"[^a-z]+", Path(words[place]).stem)
+    return Source(
+        kind or next((one for name, one in COMMANDS.items() if name in program), None) or _kind_of(arguments, file),
+        {name: value for name, value in arguments.items() if name not in unread},
+        [Line(name, value, None, "a variable of the shell: say it in the recipe") for name, value in unread.items()],
+    )
 
 
 def _program(words: Sequence[str]) -> int | None:
