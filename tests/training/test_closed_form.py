@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.resolve import corrected, resolve
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.settings import CorrectionSettings, GroupSettings
 from groupwise.errors import DataError
 from groupwise.models.policy import Policy
+from groupwise.ops.linear_cross_entropy import WholeLoss
 from groupwise.records import Branch, Sample, Scored
-from groupwise.training.closed_form import RecordedPass, closed_form
+from groupwise.training.closed_form import RecordedLoss, closed_form
 from groupwise.training.loss import Loss, entropy_tokens, with_forking, with_gradient
 from groupwise.training.passes import BatchPass, batches_of, score
 from groupwise.training.samples import sample_of, weigh
@@ -58,7 +60,8 @@ def test_the_closed_form_gradient_equals_autograd(
         head = passed.head(fused=False, entropy=algorithm.needs_entropy)
         logp_M = head.logp_M
         logp_M.retain_grad()
-        value, _ = Loss(algorithm=algorithm, entropy_tokens=tokens)(RecordedPass(batch, logp_M, head.entropy_M))
+        passed.head = lambda logp_M=logp_M, head=head, **_: WholeLoss(logp_M, head.entropy_M)  # type: ignore[method-assign]
+        value, _ = Loss(algorithm=algorithm, entropy_tokens=tokens)(passed)
         value.backward()
         assert logp_M.grad is not None
         loss += value.item()
@@ -85,6 +88,30 @@ def test_the_closed_form_includes_the_correction(scored_group: Callable[..., Sco
         key = sample.group, sample.index
         np.testing.assert_allclose(found.ratio[key], 1.0)
         np.testing.assert_allclose(found.gradient[key], -1.5 * sample.weight * sample.advantage, rtol=1e-9)
+
+
+def constant(terms: Terms) -> torch.Tensor:
+    return terms.advantage_M.square()
+
+
+constant.reads_logp = False
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_surrogate_that_reads_no_log_probs_has_a_closed_form(beta: float, scored_group: Callable[..., Scored]) -> None:
+    """Its gradient is that of the KL alone, and it cuts nothing."""
+    algorithm = replace(resolve("grpo", GroupSettings(group_size=2, beta=beta, kl="k2"), 8), surrogate=constant)
+    groups = [scored_group([1.0, 0.0], [2, 3])]
+    samples = [
+        replace(sample, reference_logp=sample.behavior_logp - 0.1) for sample in weigh(groups, algorithm.credit(groups), algorithm)
+    ]
+    found = closed_form(algorithm, samples, {(sample.group, sample.index): sample.behavior_logp for sample in samples})
+    pairs = [(sample.weight, sample.advantage) for sample in samples]
+    assert found.loss == pytest.approx(sum(float((w * (a**2 + beta * 0.1**2 / 2)).sum()) for w, a in pairs))
+    for sample in samples:
+        np.testing.assert_allclose(found.gradient[sample.group, sample.index], beta * 0.1 * sample.weight, atol=1e-12)
+    recorded = RecordedLoss(algorithm, samples, [sample.behavior_logp for sample in samples])
+    assert not algorithm.cut(recorded.terms).any()
 
 
 def test_what_of_an_episode_is_not_trained_has_no_gradient_and_a_ratio_of_1() -> None:

@@ -281,7 +281,7 @@ class ReverseKl(Credit):
         for group in groups:
             teacher = _signal(group, "teacher_logp")
             found = []
-            for rollout, p_n, q_n in zip(group.rollouts, teacher, _policy_logp(group), strict=True):
+            for rollout, p_n, q_n in zip(group.rollouts, teacher, policy_logp(group), strict=True):
                 places = np.flatnonzero(rollout.trained)
                 ratio_k = (_float64(p_n) - _float64(q_n))[places]
                 advantage_n, total, powers = np.zeros(len(rollout)), 0.0, 0.0
@@ -371,7 +371,7 @@ def _reference_gaps(groups: Sequence[Scored], beta: float) -> Advantages:
     gaps = [
         [
             np.where(rollout.trained, _float64(q_n) - _float64(reference_n), 0.0)
-            for rollout, q_n, reference_n in zip(group.rollouts, _policy_logp(group), _signal(group, "reference_logp"), strict=True)
+            for rollout, q_n, reference_n in zip(group.rollouts, policy_logp(group), _signal(group, "reference_logp"), strict=True)
         ]
         for group in groups
     ]
@@ -380,7 +380,7 @@ def _reference_gaps(groups: Sequence[Scored], beta: float) -> Advantages:
     return gaps if squares > LOGP_ROUNDING**2 * tokens else _reference_gaps(groups, 0.0)
 
 
-def _policy_logp(group: Scored) -> tuple[np.ndarray, ...]:
+def policy_logp(group: Scored) -> tuple[np.ndarray, ...]:
     """Log-probs of the policy before its first update: `scored_logp`, where the trainer has computed them, else `b`."""
     return group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts)
 

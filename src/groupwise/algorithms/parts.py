@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, cast
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
@@ -153,38 +153,23 @@ def options(part: Callable[..., Any]) -> dict[str, Any]:
 
 def parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """What a recipe may set of a part: a class's parameters, an object's fields if its class is a dataclass; a function's
-    keyword-only parameters, and those with a default."""
+    keyword-only parameters, and those with a default.  Their annotations are types, or texts where these are not known."""
     if isinstance(part, type):
-        return dict(_signature(part))
+        return dict(_of_class(part))
     if is_dataclass(part):
-        return {n: p.replace(default=getattr(part, n)) for n, p in _signature(type(part)).items()}
-    named = inspect.signature(part).parameters
-    return {
-        n: p for n, p in named.items() if p.kind is p.KEYWORD_ONLY or (p.default is not p.empty and p.kind is not p.VAR_KEYWORD)
-    }
+        return {n: p.replace(default=getattr(part, n)) for n, p in _of_class(type(part)).items()}
+    return {n: p for n, p in _signature(part).items() if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
 
 
-@cache
-def _signature(kind: type) -> Mapping[str, inspect.Parameter]:
-    """The parameters that a class is made with; of a dataclass its fields."""
-    named = inspect.signature(kind).parameters
+def _signature(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        named = inspect.signature(part, eval_str=True).parameters
+    except NameError:  # names that are there for type checkers alone
+        named = inspect.signature(part).parameters
     return {n: p for n, p in named.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def hints(part: Callable[..., Any]) -> Mapping[str, Any]:
-    """The annotations of a part's options."""
-    function = bare(part)
-    if is_dataclass(function) and not isinstance(function, type):
-        function = type(function)
-    return _hints(function if inspect.isroutine(function) or isinstance(function, type) else type(function).__call__)
-
-
-@cache
-def _hints(known: Any) -> Mapping[str, Any]:
-    try:
-        return get_type_hints(known, include_extras=True)
-    except NameError:  # names that are there for type checkers alone
-        return {}
+_of_class = cache(_signature)
 
 
 def with_options(part: Callable[..., Any], chosen: Mapping[str, Any]) -> Callable[..., Any]:
@@ -218,9 +203,9 @@ def is_built_in(part: Callable[..., Any]) -> bool:
     return str(getattr(bare(part), "__module__", "")).startswith("groupwise.")
 
 
-def refused(kind: str, message: str) -> ConfigError:
-    """The error about a part, with its key of the recipe."""
-    return ConfigError(message, key=f"group.{kind}")
+def refused(kind: str, part: Callable[..., Any], message: str) -> ConfigError:
+    """The error about a part, with its key of the recipe.   message: what the part does wrong, behind its name."""
+    return ConfigError(f"{label(kind, part)} {message}", key=f"group.{kind}")
 
 
 def check_inputs(kind: str, part: Callable[..., Any]) -> None:
@@ -229,9 +214,8 @@ def check_inputs(kind: str, part: Callable[..., Any]) -> None:
     try:
         inspect.signature(part).bind(*names)
     except TypeError as error:
-        raise refused(
-            kind, f"group.{kind}: {label(kind, part)} is called with {', '.join(names)} and nothing else: {error}"
-        ) from None
+        message = f"group.{kind}: {label(kind, part)} is called with {', '.join(names)} and nothing else: {error}"
+        raise ConfigError(message, key=f"group.{kind}") from None
 
 
 def called(kind: str, part: Callable[..., Any], *inputs: Any) -> Any:
@@ -250,7 +234,7 @@ def naming(kind: str, part: Callable[..., Any]) -> Iterator[None]:
     except Exception as error:  # whatever somebody's function raises
         if is_built_in(part):
             raise
-        raise refused(kind, f"{label(kind, part)} raised {type(error).__name__}: {error}{_raised_at(part, error)}") from error
+        raise refused(kind, part, f"raised {type(error).__name__}: {error}{_raised_at(part, error)}") from error
 
 
 def checked_advantages(credit: Callable[..., Any], output: Any, groups: Sequence[Scored]) -> list[list[np.ndarray]]:
@@ -268,37 +252,30 @@ def checked_advantages(credit: Callable[..., Any], output: Any, groups: Sequence
 
 def _entries(credit: Callable[..., Any], output: Any, count: int, what: str, expected: str) -> Any:
     if output is None:
-        raise refused("credit", f"{label('credit', credit)} gave None, {expected}: is there a return?")
+        raise refused("credit", credit, f"gave None, {expected}: is there a return?")
     try:
         size = len(output)
     except TypeError:
-        raise refused("credit", f"{label('credit', credit)} gave {_described(output)}, {expected}") from None
+        raise refused("credit", credit, f"gave {_described(output)}, {expected}") from None
     if size != count:
-        raise refused("credit", f"{label('credit', credit)} gave {size} entries for {count} {what}, {expected}")
+        raise refused("credit", credit, f"gave {size} entries for {count} {what}, {expected}")
     return output
 
 
 def _advantage(credit: Callable[..., Any], output: Any, group: Scored, i: int) -> np.ndarray:
-    rollout = group.rollouts[i]
+    rollout, value_n = group.rollouts[i], _numbers(output)
     whose = f"completion {group.prompt.id}#{rollout.index} of {len(rollout)} tokens"
-    try:
-        value_n = np.asarray(_array(output), dtype=np.float64)
-    except (TypeError, ValueError):
-        value_n = np.zeros((0, 0))
     if value_n.ndim == 0:
         value_n = np.full(len(rollout), value_n)
     if value_n.shape != (len(rollout),):
-        message = f"gave {_described(output)} for {whose}: give one number, or one for each token"
-        raise refused("credit", f"{label('credit', credit)} {message}")
+        raise refused("credit", credit, f"gave {_described(output)} for {whose}: give one number, or one for each token")
     if np.isfinite(value_n).all():
         return value_n
     reward = float(group.reward[i])
     if np.isnan(reward) and not np.isinf(value_n).any():
         return np.nan_to_num(value_n)
     wrong = value_n[~np.isfinite(value_n)][0]
-    raise refused(
-        "credit", f"{label('credit', credit)} gave {wrong:g} for {whose}, whose reward is {reward:g}: give finite numbers"
-    )
+    raise refused("credit", credit, f"gave {wrong:g} for {whose}, whose reward is {reward:g}: give finite numbers")
 
 
 def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tensor) -> Tensor:
@@ -309,33 +286,30 @@ def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tens
     import torch
 
     if not isinstance(value_M, torch.Tensor) or value_M.shape != logp_M.shape:
-        expected = f"expected a tensor of shape {tuple(logp_M.shape)}, a number for each token"
         hint = ": is there a return?" if value_M is None else ""
-        raise refused(kind, f"{label(kind, part)} gave {_described(value_M)}, {expected}{hint}")
+        expected = f"expected a tensor of shape {tuple(logp_M.shape)}, a number for each token"
+        raise refused(kind, part, f"gave {_described(value_M)}, {expected}{hint}")
     if is_built_in(part):
         return value_M
-    if logp_M.requires_grad and torch.is_grad_enabled() and not value_M.requires_grad:
-        raise refused(kind, f"{label(kind, part)} gave numbers without a gradient: compute them from the log-probs, undetached")
+    if fact(part, "reads_logp") and logp_M.requires_grad and torch.is_grad_enabled() and not value_M.requires_grad:
+        raise refused(kind, part, "gave numbers without a gradient: compute them from the log-probs, undetached")
     wrong_M = value_M.detach().isnan() & ~logp_M.detach().isnan()
     if wrong_M.any():
-        message = f"gave nan for a token whose log-prob is {float(logp_M.detach()[wrong_M][0]):g}: give numbers"
-        raise refused(kind, f"{label(kind, part)} {message}")
+        logp = float(logp_M.detach()[wrong_M][0])
+        raise refused(kind, part, f"gave nan for a token whose log-prob is {logp:g}: give numbers")
     return value_M
 
 
 def checked_weights(part: Callable[..., Any], output: Any, completions: int) -> np.ndarray:
     """What weights gave: a finite number for each completion, float64 (R,)."""
-    try:
-        weight_R = np.asarray(_array(output), dtype=np.float64)
-    except (TypeError, ValueError):
-        weight_R = np.zeros((0, 0))
-    if weight_R.shape != (completions,) or output is None:
+    weight_R = _numbers(output)
+    if weight_R.shape != (completions,):
         hint = ": is there a return?" if output is None else ""
         expected = f"expected a number for each of the {completions} completions"
-        raise refused("weights", f"{label('weights', part)} gave {_described(output)}, {expected}{hint}")
+        raise refused("weights", part, f"gave {_described(output)}, {expected}{hint}")
     if not np.isfinite(weight_R).all():
         place = int(np.flatnonzero(~np.isfinite(weight_R))[0])
-        raise refused("weights", f"{label('weights', part)} gave {weight_R[place]:g} for completion {place}: give finite numbers")
+        raise refused("weights", part, f"gave {weight_R[place]:g} for completion {place}: give finite numbers")
     return weight_R
 
 
@@ -343,13 +317,17 @@ def checked_verdict(part: Callable[..., Any], verdict: Any) -> bool:
     """What a filter gave: True or False."""
     if not isinstance(verdict, bool | np.bool_):
         output = f"{reprlib.repr(verdict)} (a {type(verdict).__name__})"
-        raise refused("filter", f"group.filter: {name_of(part)} returned {output} for a group: it must return True or False")
+        message = f"group.filter: {name_of(part)} returned {output} for a group: it must return True or False"
+        raise ConfigError(message, key="group.filter")
     return bool(verdict)
 
 
-def _array(output: Any) -> Any:
-    """Numbers as numpy can read them: a tensor's are on the host and without a gradient."""
-    return output.detach().cpu() if hasattr(output, "detach") else output
+def _numbers(output: Any) -> np.ndarray:
+    """What a part gave as float64, a tensor too; without a shape that anybody expects if it is something else."""
+    try:
+        return np.asarray(output.detach().cpu() if hasattr(output, "detach") else output, dtype=np.float64)
+    except (TypeError, ValueError):
+        return np.zeros((0, 0))
 
 
 def _described(value: Any) -> str:

@@ -5,6 +5,7 @@ Importing this file does not import torch: a recipe's algorithm is built, and it
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,18 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from groupwise.algorithms.losses import Correction, DemonstrationLoss, TeacherDivergence, ValueLoss
-from groupwise.algorithms.parts import (
-    bare,
-    check_inputs,
-    describe,
-    fact,
-    hints,
-    name_of,
-    options,
-    parameters,
-    refused,
-    with_options,
-)
+from groupwise.algorithms.parts import bare, check_inputs, describe, fact, name_of, options, parameters, with_options
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported
@@ -171,51 +161,53 @@ def conflicts(algorithm: Algorithm, row: Algorithm, group: GroupSettings) -> Ite
 
 def chosen(kind: str, setting: Part | None, preset: Callable | None, supplied: Mapping[str, Any] | None = None) -> Callable:
     """The part that a recipe names, with its options checked; `supplied` come from other settings.  Raises ConfigError."""
-    for key, message in part_problems(kind, setting, preset, supplied or {}):
+    part, values, problems = _read(kind, setting, preset, supplied or {})
+    for key, message in problems:
         raise ConfigError(message, key=key)
-    part, keywords = _named(kind, setting, preset)
-    known, typed = parameters(part), hints(part)
-    values = {name: TypeAdapter(typed[name]).validate_python(one) if name in typed else one for name, one in keywords.items()}
-    values |= {name: one for name, one in (supplied or {}).items() if values.get(name) is None and _is_default(part, name)}
-    if lacking := [name for name, one in known.items() if one.default is one.empty and name not in values]:
-        raise refused(kind, f"group.{kind}: {name_of(part)} needs a value for {', '.join(lacking)}")
+    if lacking := [name for name, one in parameters(part).items() if one.default is one.empty and name not in values]:
+        raise ConfigError(f"group.{kind}: {name_of(part)} needs a value for {', '.join(lacking)}", key=f"group.{kind}")
     return with_options(part, values)
-
-
-def _is_default(part: Callable[..., Any], option: str) -> bool:
-    """True if a part has an option that nobody has set."""
-    plain = parameters(_unset(part))
-    return option in plain and parameters(part)[option].default == plain[option].default
-
-
-def _unset(part: Any) -> Callable[..., Any]:
-    """What a part is made of: the class of a dataclass, the function inside of partials."""
-    return type(part) if is_dataclass(part) and not isinstance(part, type) else bare(part)
 
 
 def part_problems(
     kind: str, setting: Part | None, preset: Callable | None, supplied: Mapping[str, Any] | None = None
-) -> Iterator[tuple[str, str]]:
+) -> list[tuple[str, str]]:
     """What is wrong with a part of a recipe and its options: the key, and a message.  Somebody's own part is imported for it."""
+    return _read(kind, setting, preset, supplied or {})[2]
+
+
+def _read(
+    kind: str, setting: Part | None, preset: Callable | None, supplied: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any], list[tuple[str, str]]]:
+    """The part that a setting names, its options, and what is wrong with them."""
     at = f"group.{kind}"
     try:
         part, keywords = _named(kind, setting, preset)
     except ConfigError as error:
-        yield error.key or at, str(error)
-        return
-    known, typed = parameters(part), hints(part)
+        return None, {}, [(error.key or at, str(error))]
+    known = parameters(part)
     settable = [name for name in known if name != "beta"]
+    values: dict[str, Any] = {}
+    problems: list[tuple[str, str]] = []
     for name, value in keywords.items():
-        if name in (supplied or {}) and name in SETTINGS:
-            yield f"{at}.{name}", f"{at}: {name} is a setting of its own, group.{name}; got {value!r} here"
+        if name in supplied and name in SETTINGS:
+            problems.append((f"{at}.{name}", f"{at}: {name} is a setting of its own, group.{name}; got {value!r} here"))
         elif name not in known:
             takes = f"it takes {', '.join(settable)}" if settable else "it takes none"
-            yield f"{at}.{name}", f"{at}.{name}: {name_of(part)} has no such keyword ({takes}){_closest(name, settable)}"
-        elif name in typed:
+            message = f"{at}.{name}: {name_of(part)} has no such keyword ({takes}){_closest(name, settable)}"
+            problems.append((f"{at}.{name}", message))
+        else:
+            annotation = known[name].annotation
+            typed = Any if annotation is inspect.Parameter.empty or isinstance(annotation, str) else annotation
             try:
-                TypeAdapter(typed[name]).validate_python(value)
+                values[name] = TypeAdapter(typed).validate_python(value)
             except ValidationError as error:
-                yield f"{at}.{name}", f"{at}.{name}: {error.errors()[0]['msg'].lower()}, got {value!r}"
+                problems.append((f"{at}.{name}", f"{at}.{name}: {error.errors()[0]['msg'].lower()}, got {value!r}"))
+    unset = parameters(type(part) if is_dataclass(part) and not isinstance(part, type) else bare(part))
+    for name, value in supplied.items():
+        if values.get(name) is None and name in unset and known[name].default == unset[name].default:
+            values[name] = value
+    return part, values, problems
 
 
 def _named(kind: str, setting: Part | None, preset: Callable | None) -> tuple[Callable, dict[str, Any]]:
@@ -225,24 +217,24 @@ def _named(kind: str, setting: Part | None, preset: Callable | None) -> tuple[Ca
     if "name" not in keywords:
         if preset is not None and (keywords or setting is None):
             return preset, keywords
-        raise refused(kind, f"{at}: a mapping needs `name`, e.g. {{name: {next(iter(names), 'module:function')}}}")
+        raise ConfigError(f"{at}: a mapping needs `name`, e.g. {{name: {next(iter(names), 'module:function')}}}", key=at)
     name = keywords.pop("name")
     if not isinstance(name, str):
-        raise refused(kind, f"{at}: `name` is that of a function, got {name!r}")
+        raise ConfigError(f"{at}: `name` is that of a function, got {name!r}", key=at)
     if name in names:
         return names[name], keywords
     if ":" not in name:
         others = [f"group.{other}" for other, known in PARTS.items() if name in known]
         hint = f" (which is one of {' and '.join(others)})" if others else _closest(name, names)
         ours = f"one of {', '.join(names)} or module:function" if names else "module:function"
-        raise refused(kind, f"{at}: must be {ours}; got {name!r}{hint}")
+        raise ConfigError(f"{at}: must be {ours}; got {name!r}{hint}", key=at)
     try:
         part = imported(at, name)
     except ConfigError as error:
         error.key = error.key or at
         raise
     if not callable(part):
-        raise refused(kind, f"{at}: {name!r} is not a function but {type(part).__name__}")
+        raise ConfigError(f"{at}: {name!r} is not a function but {type(part).__name__}", key=at)
     return part, keywords
 
 

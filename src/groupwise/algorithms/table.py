@@ -231,6 +231,8 @@ class Algorithm:
         """
         import torch
 
+        if not fact(self.surrogate, "reads_logp"):
+            return torch.zeros_like(terms.advantage_M, dtype=torch.bool)
         with torch.enable_grad():
             logp_M = terms.logp_M.detach().requires_grad_()
             terms = replace(terms, logp_M=logp_M)

@@ -1,32 +1,115 @@
-"""The loss of an optimizer step and its gradient with respect to every log-prob, computed from recorded log-probs without a model.
+"""What an optimizer step's loss says of log-probs that are known, without a model: its value, its ratios, what it cuts, and its
+gradient with respect to every log-prob.
 
-The loss is the one that training differentiates (`loss.Loss`); only the gradient of the log-probs with respect to the
-weights is left out.  Computed in float64.
+Metrics and recorded columns are computed so after a step, and all of a replay.  The loss is the one that training differentiates
+(`loss.Loss`); only the gradient of the log-probs with respect to the weights is left out.  Computed in float64.
+
+N trained tokens of the samples
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.algorithms.losses import Terms
+from groupwise.algorithms.parts import called, checked_loss, fact
 from groupwise.algorithms.table import Algorithm
-from groupwise.data.packing import pack, unpack
 from groupwise.errors import DataError
-from groupwise.models.passes import ForwardOutput
-from groupwise.ops.linear_cross_entropy import WholeLoss
-from groupwise.records import Batch, Sample
-from groupwise.training.loss import Loss, entropy_tokens, with_forking, with_gradient
-from groupwise.training.passes import BatchPass
+from groupwise.records import Sample
+from groupwise.training.loss import entropy_tokens, with_forking, with_gradient
+from groupwise.training.passes import Assessment
+from groupwise.training.samples import SIGNALS
 
 Tokens = Mapping[tuple[str, int], np.ndarray]
 """By group and index of a completion: a number per token (n,)."""
+
+
+class RecordedLoss:
+    """The loss of samples whose log-probs, and entropies where it reads them, are known."""
+
+    def __init__(
+        self, algorithm: Algorithm, samples: Sequence[Sample], logp: Sequence[np.ndarray], entropy: Sequence[np.ndarray] = ()
+    ) -> None:
+        self.algorithm, self.samples = algorithm, samples
+        self._logp, self._entropy = logp, entropy
+
+    @classmethod
+    def of(cls, algorithm: Algorithm, updates: Sequence[Assessment]) -> RecordedLoss:
+        """What updates saw of rollouts; demonstrations are left out."""
+        every = [pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0]
+        return cls(algorithm, [sample for sample, _ in every], [logp for _, logp in every])
+
+    def column(self, values: Sequence[np.ndarray]) -> Tensor:
+        """Numbers per sample (n,) as those of the trained tokens (N,), float64."""
+        return torch.from_numpy(
+            np.concatenate([one[s.weight != 0] for one, s in zip(values, self.samples, strict=True)]).astype(np.float64)
+        )
+
+    def by_sample(self, values_N: Tensor, elsewhere: float = 0.0) -> list[tuple[Sample, np.ndarray]]:
+        """Numbers of the trained tokens as one array (n,) for each sample.   elsewhere: that of tokens that are not trained."""
+        ends = np.cumsum([np.count_nonzero(sample.weight) for sample in self.samples])[:-1]
+        found = []
+        for sample, values in zip(self.samples, np.split(values_N.numpy(), ends), strict=True) if self.samples else ():
+            found.append((sample, np.full(sample.completion.size, elsewhere, values.dtype)))
+            found[-1][1][sample.weight != 0] = values
+        return found
+
+    @cached_property
+    def terms(self) -> Terms:
+        """What the loss sees, float64: one segment for a sample.
+
+        Ratios are taken to the log-probs of the policy before its first update where a correction is made, else to the sampler's.
+        """
+        samples, algorithm = self.samples, self.algorithm
+        logp_N, sampler_N = self.column(self._logp), self.column([sample.behavior_logp for sample in samples])
+        counts = torch.tensor([np.count_nonzero(sample.weight) for sample in samples], dtype=torch.int64)
+        segment_N = torch.repeat_interleave(torch.arange(len(samples)), counts)
+        behavior_N, correction = sampler_N, None
+        if algorithm.correction is not None:
+            columns = zip(samples, self._logp, strict=True)
+            behavior_N = self.column([sample.extra.get("scored_logp", logp) for sample, logp in columns])
+            correction = algorithm.correction(behavior_N, sampler_N, segment_N, len(samples))
+        references = [sample.reference_logp for sample in samples if sample.reference_logp is not None]
+        return Terms(
+            logp_M=logp_N,
+            behavior_logp_M=behavior_N,
+            sampler_logp_M=sampler_N,
+            mismatch=correction,
+            advantage_M=self.column([sample.advantage for sample in samples]),
+            segment_M=segment_N,
+            segments=len(samples),
+            reference_logp_M=self.column(references) if references else None,
+            entropy_M=self.column(self._entropy) if self._entropy else None,
+            forking_M=self.column([one.extra["forking"] for one in samples]) > 0 if algorithm.needs_forking else None,
+            signals={
+                name: self.column([sample.extra[name] for sample in samples])
+                for name in SIGNALS
+                if all(name in sample.extra for sample in samples)
+            },
+        )
+
+    def gradient(self) -> tuple[float, Tensor]:
+        """The loss without an entropy bonus, which no log-prob decides, and dLoss / dlog-prob of each token (N,).
+
+        Terms that read a critic's values or a teacher's distributions are no part of it.
+        """
+        algorithm = self.algorithm
+        logp_N = self.terms.logp_M.detach().requires_grad_()
+        with torch.set_grad_enabled(algorithm.reads_tokens):
+            terms = replace(self.terms, logp_M=logp_N, log_ratio_M=logp_N - self.terms.behavior_logp_M)
+            loss_N = algorithm.loss(terms)
+            for term in algorithm.of_tokens:
+                if not fact(term, "of_demonstrations"):
+                    loss_N = loss_N + checked_loss("extra", term, called("extra", term, terms), logp_N)
+            loss = (self.column([sample.weight for sample in self.samples]) * loss_N).sum()
+        (gradient_N,) = torch.autograd.grad(loss, logp_N) if loss.requires_grad else (torch.zeros_like(logp_N),)
+        return float(loss.detach()), gradient_N
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,27 +128,6 @@ class ClosedForm:
         return abs(self.loss) + float(sum(np.abs(values).sum() for values in self.gradient.values()))
 
 
-class RecordedPass(BatchPass):
-    """A batch whose log-probs (M,), and entropies where the loss reads them, are known: no model computes anything."""
-
-    def __init__(self, batch: Batch, logp_M: Tensor, entropy_M: Tensor | None) -> None:
-        self.batch, self.rows_M = batch, batch.trained_M
-        self._head = WholeLoss(logp_M, entropy_M)
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """As the numbers are."""
-        return nullcontext()
-
-    @cached_property
-    def outputs(self) -> ForwardOutput:
-        """Nothing."""
-        return ForwardOutput(torch.zeros(self.batch.layout.total, 0), 0.0)
-
-    def head(self, *, fused: bool, entropy: bool = False) -> WholeLoss:
-        """The numbers."""
-        return self._head
-
-
 def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, entropy: Tokens | None = None) -> ClosedForm:
     """The step on `samples`, whose weights are final, by a policy that gives their tokens `logp` (and `entropy`), nats.
 
@@ -76,43 +138,27 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
         raise DataError("the loss reads entropies, and none were recorded: there is no closed form")
     if algorithm.entropy_target is not None:
         raise DataError("the coefficient of an adaptive entropy bonus is the run's own state: there is no closed form")
-    computed = with_gradient(algorithm, samples)
-    _check_recorded("log-probs", logp, computed)
+    _check_recorded("log-probs", logp, with_gradient(algorithm, samples))
     if algorithm.needs_forking:  # of all samples: the quantile is the step's
         _check_recorded("entropies", entropy or {}, samples)
         samples = with_forking(algorithm, samples, [_of(entropy or {}, sample) for sample in samples])
     tokens, computed = entropy_tokens(algorithm, samples), with_gradient(algorithm, samples)
-    columns = [
-        replace(sample, extra={**sample.extra, "logp": _of(logp, sample), "entropy": _of(entropy or {}, sample)})
-        if algorithm.needs_entropy
-        else replace(sample, extra={**sample.extra, "logp": _of(logp, sample)})
-        for sample in computed
-    ]
-    positions = sum(sample.prompt.size + sample.completion.size for sample in columns)
-    loss, loss_of = 0.0, Loss(algorithm=algorithm, entropy_tokens=tokens)
-    gradient, ratio = dict[int, np.ndarray](), dict[int, np.ndarray]()
-    for batch in pack(columns, max(positions, 1), dtype=torch.float64):
-        rows_M = batch.trained_M
-        logp_M = batch.extra_P["logp"][rows_M].requires_grad_()
-        entropy_M = batch.extra_P["entropy"][rows_M] if algorithm.needs_entropy else None
-        value, _ = loss_of(RecordedPass(batch, logp_M, entropy_M))
-        (gradient_M,) = torch.autograd.grad(value, logp_M)
-        log_ratio_M = algorithm.log_ratio(loss_of.terms(batch, logp_M.detach(), entropy_M, rows_M))
-        loss += float(value.detach())
-        for found, values_M in ((gradient, gradient_M), (ratio, log_ratio_M.exp())):
-            values_P = torch.zeros(batch.layout.total, dtype=torch.float64)
-            values_P[rows_M] = values_M
-            found |= unpack(batch, values_P, columns)
-    keys = [(sample.group, sample.index) for sample in columns]
+    if not computed:
+        return ClosedForm(loss=0.0, gradient={}, ratio={})
+    entropies = [_of(entropy or {}, sample) for sample in computed] if algorithm.needs_entropy else []
+    recorded = RecordedLoss(algorithm, computed, [_of(logp, sample) for sample in computed], entropies)
+    loss, gradient_N = recorded.gradient()
+    bonus = float(algorithm.bonus(recorded.terms, tokens)) if algorithm.entropy_bonus != 0.0 else 0.0
+    ratio_N = algorithm.log_ratio(recorded.terms).exp()
     return ClosedForm(
-        loss=loss,
-        gradient={keys[i]: values for i, values in gradient.items()},
-        ratio={keys[i]: np.where(columns[i].weight != 0, values, 1.0) for i, values in ratio.items()},
+        loss=loss - bonus,
+        gradient={(sample.group, sample.index): values for sample, values in recorded.by_sample(gradient_N)},
+        ratio={(sample.group, sample.index): values for sample, values in recorded.by_sample(ratio_N, elsewhere=1.0)},
     )
 
 
 def _check_recorded(what: str, tokens: Tokens, samples: Sequence[Sample]) -> None:
-    lack = list(dict.fromkeys(_label(sample) for sample in samples if _of(tokens, sample).size != sample.completion.size))
+    lack = list(dict.fromkeys(f"{one.group}#{one.index}" for one in samples if _of(tokens, one).size != one.completion.size))
     if lack:
         raise DataError(
             f"the {what} of {len(lack)} completions, the first of them {lack[0]}, were not recorded, because the run "
@@ -122,7 +168,3 @@ def _check_recorded(what: str, tokens: Tokens, samples: Sequence[Sample]) -> Non
 
 def _of(tokens: Tokens, sample: Sample) -> np.ndarray:
     return tokens.get((sample.group, sample.index), np.zeros(0))
-
-
-def _label(sample: Sample) -> str:
-    return f"{sample.group}#{sample.index}"

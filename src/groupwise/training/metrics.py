@@ -7,20 +7,18 @@ Names that users know from TRL keep their meaning: `reward`, `reward_std`, `comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from groupwise.algorithms import diagnostics
+from groupwise.algorithms.advantages import policy_logp
 from groupwise.algorithms.kl_estimators import K1
-from groupwise.algorithms.losses import Correction, Terms, off_policy_keep
+from groupwise.algorithms.losses import Correction, off_policy_keep
 from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
 from groupwise.records import Finish, Sample, Scored
+from groupwise.training.closed_form import RecordedLoss
 from groupwise.training.passes import Assessment, balance
 
 
@@ -52,12 +50,12 @@ def measure(
     metrics |= {} if algorithm.entropy_target is None else {"entropy_bonus": updates[-1].stats.entropy_bonus}
     metrics["skipped_updates"] = float(sum(one.stats.skipped for one in updates))
     metrics |= balance(updates) | value_metrics(groups) | logged_metrics(groups)
-    metrics |= ratio_metrics(Seen(algorithm, updates))
+    metrics |= ratio_metrics(RecordedLoss.of(algorithm, updates))
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
-    metrics |= kl_metrics(Seen(algorithm, updates[:minibatches])) | teacher_metrics(groups)
+    metrics |= kl_metrics(RecordedLoss.of(algorithm, updates[:minibatches])) | teacher_metrics(groups)
     if algorithm.mix > 0.0:  # what sampled is not the policy, and is not meant to be
         return metrics
-    return metrics | _mismatch(Seen(algorithm, updates[:1]), _drawn_by(groups, version))
+    return metrics | mismatch_metrics(RecordedLoss.of(algorithm, updates[:1]), groups, version)
 
 
 def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
@@ -196,101 +194,50 @@ def teacher_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     gaps = [
         (own - theirs)[rollout.trained]
         for group in groups
-        for rollout, own, theirs in zip(
-            group.rollouts,
-            group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts),
-            group.signals["teacher_logp"],
-            strict=True,
-        )
+        for rollout, own, theirs in zip(group.rollouts, policy_logp(group), group.signals["teacher_logp"], strict=True)
     ]
     return {"teacher/kl": _mean(np.concatenate(gaps))}
 
 
-class Seen:
-    """What updates saw of the N trained tokens of rollouts; demonstrations are left out."""
-
-    def __init__(self, algorithm: Algorithm, updates: Sequence[Assessment]) -> None:
-        self.algorithm = algorithm
-        every = (pair for one in updates for pair in zip(one.samples, one.seen, strict=True))
-        self.samples, self._logp = [], list[np.ndarray]()
-        for sample, logp in every:
-            if sample.index >= 0:
-                self.samples.append(sample)
-                self._logp.append(logp)
-
-    def column(self, values: Sequence[np.ndarray]) -> Tensor:
-        """Numbers per sample (n,) as those of the trained tokens (N,), float64."""
-        return torch.from_numpy(
-            np.concatenate([one[s.weight != 0] for one, s in zip(values, self.samples, strict=True)]).astype(np.float64)
-        )
-
-    def by_sample(self, values_N: Tensor) -> list[tuple[Sample, np.ndarray]]:
-        """Numbers of the trained tokens as one array (n,) for each sample, 0 at tokens that are not trained."""
-        ends = np.cumsum([np.count_nonzero(sample.weight) for sample in self.samples])[:-1]
-        found = []
-        for sample, values in zip(self.samples, np.split(values_N.numpy(), ends), strict=True) if self.samples else ():
-            found.append((sample, np.zeros(sample.completion.size, values.dtype)))
-            found[-1][1][sample.weight != 0] = values
-        return found
-
-    @cached_property
-    def terms(self) -> Terms:
-        """What the loss saw, float64: one segment for a completion of an update.
-
-        Ratios are taken to the log-probs of the policy before its first update where a correction is made, else to the sampler's.
-        """
-        samples, algorithm = self.samples, self.algorithm
-        logp_N, sampler_N = self.column(self._logp), self.column([sample.behavior_logp for sample in samples])
-        counts = torch.tensor([np.count_nonzero(sample.weight) for sample in samples], dtype=torch.int64)
-        segment_N = torch.repeat_interleave(torch.arange(len(samples)), counts)
-        behavior_N, correction = sampler_N, None
-        if algorithm.correction is not None:
-            columns = zip(samples, self._logp, strict=True)
-            behavior_N = self.column([sample.extra.get("scored_logp", logp) for sample, logp in columns])
-            correction = algorithm.correction(behavior_N, sampler_N, segment_N, len(samples))
-        references = [sample.reference_logp for sample in samples if sample.reference_logp is not None]
-        return Terms(
-            logp_M=logp_N,
-            behavior_logp_M=behavior_N,
-            sampler_logp_M=sampler_N,
-            mismatch=correction,
-            advantage_M=self.column([sample.advantage for sample in samples]),
-            segment_M=segment_N,
-            segments=len(samples),
-            reference_logp_M=self.column(references) if references else None,
-            forking_M=self.column([one.extra["forking"] for one in samples]) > 0 if algorithm.needs_forking else None,
-        )
-
-    def gradient(self) -> Tensor:
-        """|dLoss / dlog-prob| of each token (N,), without an entropy bonus."""
-        with torch.enable_grad():
-            logp_N = self.terms.logp_M.detach().requires_grad_()
-            moved = replace(self.terms, logp_M=logp_N, log_ratio_M=logp_N - self.terms.behavior_logp_M)
-            loss = (self.column([sample.weight for sample in self.samples]) * self.algorithm.loss(moved)).sum()
-            return torch.autograd.grad(loss, logp_N)[0].abs().float()
-
-
-def ratio_metrics(seen: Seen) -> dict[str, float]:
+def ratio_metrics(recorded: RecordedLoss) -> dict[str, float]:
     """Importance ratios at the algorithm's level over all updates of the step, the tokens without a gradient, and `progress`."""
-    if not seen.samples:
+    if not recorded.samples:
         return {}
-    algorithm, terms = seen.algorithm, seen.terms
+    algorithm, terms = recorded.algorithm, recorded.terms
     metrics = diagnostics.ratio(algorithm.log_ratio(terms), algorithm.cut(terms))
     if algorithm.off_policy_delta is not None:
         metrics["off_policy/dropped"] = diagnostics.dropped(off_policy_keep(terms, delta=algorithm.off_policy_delta))
     return metrics | diagnostics.progress(terms.logp_M, terms.advantage_M)
 
 
-def kl_metrics(seen: Seen) -> dict[str, float]:
+def kl_metrics(recorded: RecordedLoss) -> dict[str, float]:
     """KL to the reference by the algorithm's estimator, or by k1, which is what a reward loses; empty without a reference."""
-    algorithm = seen.algorithm
-    if not algorithm.needs_reference or not seen.samples:
+    algorithm = recorded.algorithm
+    if not algorithm.needs_reference or not recorded.samples:
         return {}
-    terms = seen.terms
+    terms = recorded.terms
     assert terms.reference_logp_M is not None
     estimator = K1() if algorithm.kl_place == "reward" else algorithm.kl
     kl_N = estimator(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M)
     return diagnostics.reference_kl(kl_N, terms.logp_M, terms.reference_logp_M)
+
+
+def mismatch_metrics(recorded: RecordedLoss, groups: Sequence[Scored], version: int | None) -> dict[str, float]:
+    """Sampled against scored log-probs of tokens that weights of `version` drew (None: of all tokens); and of all tokens the share
+    whose importance weight the correction bounds or drops."""
+    if not recorded.samples:
+        return {}
+    terms, correction = recorded.terms, recorded.algorithm.correction
+    logp_N, sampler_N, segment_N = terms.logp_M, terms.sampler_logp_M, terms.segment_M
+    assert sampler_N is not None
+    fresh = {(group.prompt.id, r.index): (r.version == version) | (version is None) for group in groups for r in group.rollouts}
+    fresh_N = recorded.column([fresh[sample.group, sample.index] for sample in recorded.samples]) > 0
+    metrics = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
+    if correction is not None and logp_N.numel():
+        unbounded = Correction(level=correction.level, high=math.inf)
+        full_N, used_N = (one(logp_N, sampler_N, segment_N, terms.segments).weight_M for one in (unbounded, correction))
+        metrics["mismatch/bounded"] = float((used_N != full_N).double().mean())
+    return metrics
 
 
 def token_columns(
@@ -299,11 +246,11 @@ def token_columns(
     """The columns of `Step` with numbers per token: weight, entropy, clipped share, gradient, log-prob at the last update.
 
     `clipped` is the share of the updates that trained a token in which its gradient was cut: what `clip/low` and `clip/high` count.
-    `gradient` is |dLoss / dlog-prob| at the last update, without an entropy bonus; it is left out where a further term of the
-    loss has a gradient too.  `last_logp` is left out where there was but one pass over the rollout, because it would say what
+    `gradient` is |dLoss / dlog-prob| at the last update, without an entropy bonus; it is left out where a teacher's distributions
+    have a gradient too.  `last_logp` is left out where there was but one pass over the rollout, because it would say what
     `current_logp` says.
     """
-    first, last, every = updates[:minibatches], updates[-minibatches:], Seen(algorithm, updates)
+    first, last, every = updates[:minibatches], updates[-minibatches:], RecordedLoss.of(algorithm, updates)
     columns = {
         "weight": by_completion(groups, [(sample, sample.weight) for one in first for sample in one.samples]),
         "entropy": by_completion(groups, [pair for one in first for pair in zip(one.samples, one.entropy, strict=True)]),
@@ -313,15 +260,11 @@ def token_columns(
     passes = np.float32(len(updates) // minibatches)
     cut = every.by_sample(algorithm.cut(every.terms).float()) if every.samples else []
     columns["clipped"] = by_completion(groups, [(sample, values / passes) for sample, values in cut])
-    if all(map(_of_others, algorithm.extra)):
-        seen = Seen(algorithm, last)
-        columns["gradient"] = by_completion(groups, seen.by_sample(seen.gradient()) if seen.samples else [])
+    if not any("teacher" in fact(term, "reads") for term in algorithm.extra):
+        recorded = RecordedLoss.of(algorithm, last)
+        gradient = recorded.by_sample(recorded.gradient()[1].abs().float()) if recorded.samples else []
+        columns["gradient"] = by_completion(groups, gradient)
     return columns
-
-
-def _of_others(term: Callable[..., object]) -> bool:
-    """True if an extra term is about values or demonstrations, and not about what the policy sampled."""
-    return fact(term, "of_demonstrations") or set(fact(term, "reads")) == {"value"}
 
 
 def by_completion(groups: Sequence[Scored], pairs: Iterable[tuple[Sample, np.ndarray]]) -> list[list[np.ndarray]]:
@@ -332,31 +275,6 @@ def by_completion(groups: Sequence[Scored], pairs: Iterable[tuple[Sample, np.nda
         numbers[key] = numbers[key] + values if key in numbers else values
     nothing = np.zeros(0)
     return [[numbers.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
-
-
-def _drawn_by(groups: Sequence[Scored], version: int | None) -> dict[tuple[str, int], np.ndarray]:
-    """By a completion's group and index: which of its tokens weights of `version` drew; empty if all are taken to be."""
-    if version is None:
-        return {}
-    return {(group.prompt.id, r.index): r.version == version for group in groups for r in group.rollouts}
-
-
-def _mismatch(seen: Seen, fresh: Mapping[tuple[str, int], np.ndarray]) -> dict[str, float]:
-    """Sampled against scored log-probs of tokens that the same weights drew and score; and of all tokens the share whose importance
-    weight the correction bounds or drops.
-    """
-    if not seen.samples:
-        return {}
-    terms, correction = seen.terms, seen.algorithm.correction
-    logp_N, sampler_N, segment_N = terms.logp_M, terms.sampler_logp_M, terms.segment_M
-    assert sampler_N is not None
-    fresh_N = seen.column([fresh.get((s.group, s.index), np.ones(s.completion.size)) for s in seen.samples]) > 0
-    metrics = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
-    if correction is not None and logp_N.numel():
-        unbounded = Correction(level=correction.level, high=math.inf)
-        full_N, used_N = (one(logp_N, sampler_N, segment_N, terms.segments).weight_M for one in (unbounded, correction))
-        metrics["mismatch/bounded"] = float((used_N != full_N).double().mean())
-    return metrics
 
 
 def _mean(values: np.ndarray) -> float:

@@ -10,7 +10,7 @@ n tokens of a completion   N tokens of all that is looked at   V vocabulary
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -79,155 +79,125 @@ def diagnose(
     policy: with the weights that scored.   scored: per rollout (n,), nats.
     older: weights that the sampler may have kept, by what they are called.
     """
-    parts = [part for rollout, logp in zip(rollouts, scored, strict=True) for part in _stretches(rollout, logp)]
-    parts = [(rollout, logp) for rollout, logp in parts if rollout.trained.any()]
+    parts = [
+        (part, values)
+        for rollout, logp in zip(rollouts, scored, strict=True)
+        for part, values in zip(unbranched(rollout), np.split(logp, _ends(rollout)), strict=True)
+        if part.trained.any()
+    ]
     if not parts:
         return None
-    parts.sort(key=lambda part: float(np.abs(part[0].behavior_logp - part[1])[part[0].trained].mean()), reverse=True)
-    meter = _Meter(policy, [rollout for rollout, _ in parts[:SEQUENCES]])
+    parts = sorted(parts, key=lambda part: -_gap(part[0].behavior_logp[part[0].trained], part[1][part[0].trained]))[:SEQUENCES]
+    meter = _Meter(policy, [rollout for rollout, _ in parts])
     sides = {
-        "scorer": meter.trained([logp for _, logp in parts[:SEQUENCES]]),
-        "sampler": meter.trained([rollout.behavior_logp for rollout in meter.rollouts]),
+        "scorer": meter.trained([logp for _, logp in parts]),
+        "sampler": meter.trained([rollout.behavior_logp for rollout, _ in parts]),
     }
-    side = max(sides, key=lambda name: _gap(sides[name], meter.truth_N))
-    measured_N, gap = sides[side], _gap(sides[side], meter.truth_N)
-    noise = _gap(meter.low(), meter.truth_N) if policy.autocast or policy.dtype in (torch.bfloat16, torch.float16) else 0.0
+    side = max(sides, key=lambda name: _gap(sides[name], meter.exact_N))
+    measured_N, gap = sides[side], _gap(sides[side], meter.exact_N)
+    noise = meter.rounding(torch.bfloat16) if policy.autocast or policy.dtype in (torch.bfloat16, torch.float16) else 0.0
     tried: list[Cause] = []
-    stale = [
-        ("stale weights", f"the weights are {name}", lambda old=old: meter.alone(meter.exact(old)))
-        for name, old in (older or {}).items()
-    ]
-    for name, says, compute in (*meter.causes(measured_N), *stale):
-        left = max(0.0, _gap(measured_N, compute()) - noise)
+    for name, says, logp_N in meter.candidates(measured_N, older or {}):
+        left = max(0.0, _gap(measured_N, logp_N) - noise)
         tried.append(Cause(name, says, 1.0 - left / gap if gap else 0.0))
         if tried[-1].explained >= ENOUGH:
             return Diagnosis(side, gap, tried[-1], tuple(tried))
-    tried += meter.roundings(gap)
+    # Of half precision the size of the errors must do: other kernels round otherwise, so the errors themselves are unknown.
+    for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
+        if policy.dtype != dtype and gap >= (size := meter.rounding(dtype)) / ROUNDING_MARGIN:
+            explained = 1.0 - max(0.0, gap - ROUNDING_MARGIN * size) / gap
+            tried.append(Cause("dtype", f"they are computed in {name}, whose rounding makes {size:.2g} nats", explained))
     return Diagnosis(side, gap, next((cause for cause in tried if cause.explained >= ENOUGH), None), tuple(tried))
 
 
-def _stretches(rollout: Rollout, logp: np.ndarray) -> list[tuple[Rollout, np.ndarray]]:
-    """What was drawn behind one context as a rollout, with its part of numbers per token (n,)."""
-    parts = unbranched(rollout)
-    return list(zip(parts, np.split(logp, np.cumsum([len(part) for part in parts])[:-1]), strict=True))
-
-
-Candidate = tuple[str, str, Callable[[], np.ndarray]]
-"""A cause's name, how it shows, and the log-probs (N,) that it would give."""
+def _ends(rollout: Rollout) -> np.ndarray:
+    """Where all stretches of a rollout but the last end."""
+    return np.cumsum([len(part) for part in unbranched(rollout)])[:-1]
 
 
 class _Meter:
     """A few completions, and log-probs of their N tokens that the policy wrote, under one cause at a time."""
 
     def __init__(self, policy: Policy, rollouts: Sequence[Rollout]) -> None:
-        self.policy, self.rollouts = policy, list(rollouts)
-        self.model = self.exact(policy)
-        self.logits = [self._logits(self.model, rollout) for rollout in self.rollouts]
-        self.truth_N = self.read()
-
-    def exact(self, policy: Policy) -> Policy:
-        """A policy in float32, or in float64 if that is what it computes in."""
-        dtype = torch.promote_types(policy.dtype, torch.float32)
-        same = policy.dtype == dtype and not policy.autocast
-        return policy if same else replace(policy, model=_converted(policy.model, dtype), autocast=False)
+        self.policy, self.rollouts = policy, rollouts
+        self.logits = self._logits(policy)
+        self.exact_N = self._logp()
 
     def trained(self, columns: Sequence[np.ndarray]) -> np.ndarray:
         """Of numbers per token those of the first tokens that the policy wrote."""
         return np.concatenate([one[:TOKENS][r.trained[:TOKENS]] for one, r in zip(columns, self.rollouts, strict=True)])
 
-    def low(self, dtype: torch.dtype = torch.bfloat16) -> np.ndarray:
-        """By a model that computes in half precision."""
-        return self.alone(replace(self.policy, model=_converted(self.policy.model, dtype), autocast=False))
+    def rounding(self, dtype: torch.dtype) -> float:
+        """Mean |difference| that a model makes which computes in half precision, nats."""
+        return _gap(self._logp(self._logits(self.policy, dtype)), self.exact_N)
 
-    def alone(self, policy: Policy) -> np.ndarray:
-        """One sequence at a time."""
-        return self.trained([self._chosen(rollout, self._logits(policy, rollout)) for rollout in self.rollouts])
-
-    def read(self, temperature: float | None = None, support: bool = True, truncated: Sampling | None = None) -> np.ndarray:
-        """The logits at another temperature, over the whole vocabulary (`support` False), or over another support."""
-        pairs = zip(self.rollouts, self.logits, strict=True)
-        return self.trained([self._chosen(rollout, logits, temperature, support, truncated) for rollout, logits in pairs])
-
-    def causes(self, measured_N: np.ndarray) -> Iterator[Candidate]:
-        """Temperature, support, dtype."""
+    def candidates(self, measured_N: np.ndarray, older: Mapping[str, Policy]) -> Iterator[tuple[str, str, np.ndarray]]:
+        """Causes by name, how they show, and the log-probs (N,) that they would give."""
         stated = self.rollouts[0].sampling
         if stated.temperature != 1.0:
-            yield "temperature", "they are those of temperature 1", lambda: self.read(1.0)
+            yield "temperature", "they are those of temperature 1", self._logp(temperature=1.0)
         fitted = self._fitted(measured_N)
-        yield "temperature", f"they fit temperature {fitted:.3g}, not {stated.temperature:g}", lambda: self.read(fitted)
+        yield "temperature", f"they fit temperature {fitted:.3g}, not {stated.temperature:g}", self._logp(temperature=fitted)
         if stated.truncates:
             says = f"they are over the whole vocabulary, not over the tokens that {_cut(stated)} leaves"
-            yield "truncated support", says, lambda: self.read(support=False)
+            yield "truncated support", says, self._logp(truncation=Sampling())
         else:
-            for other in (*self._of_the_model(), *TRUNCATIONS):
-                says = f"they are over what {_cut(other)} leaves, which nobody asked for"
-                yield "truncated support", says, lambda other=other: self.read(truncated=other)
-        for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
-            if self.policy.dtype != dtype:
-                yield "dtype", f"they are computed in {name}", lambda dtype=dtype: self.low(dtype)
-
-    def roundings(self, gap: float) -> Iterator[Cause]:
-        """Half precision, by the size of its errors: other kernels round otherwise, so the errors themselves are unknown."""
-        for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
-            size = _gap(self.low(dtype), self.truth_N)
-            if self.policy.dtype != dtype and gap >= size / ROUNDING_MARGIN:
-                says = f"rounding to {name} makes {size:.2g} nats"
-                yield Cause("dtype", says, 1.0 - max(0.0, gap - ROUNDING_MARGIN * size) / gap)
-
-    def _of_the_model(self) -> Iterator[Sampling]:
-        """The truncation of the model's own generation config."""
-        config = getattr(self.policy.model, "generation_config", None)
-        own = {name: getattr(config, name, None) for name in ("top_k", "top_p", "min_p")}
-        sampling = Sampling(top_k=int(own["top_k"] or 0), top_p=float(own["top_p"] or 1.0), min_p=float(own["min_p"] or 0.0))
-        if sampling.truncates:
-            yield sampling
+            config = getattr(self.policy.model, "generation_config", None)
+            top_k, top_p, min_p = (getattr(config, name, None) for name in ("top_k", "top_p", "min_p"))
+            for other in (Sampling(top_k=top_k or 0, top_p=top_p or 1.0, min_p=min_p or 0.0), *TRUNCATIONS):
+                if other.truncates:
+                    says = f"they are over what {_cut(other)} leaves, which nobody asked for"
+                    yield "truncated support", says, self._logp(truncation=other)
+        for name, old in older.items():
+            yield "stale weights", f"the weights are {name}", self._logp(self._logits(old))
 
     def _fitted(self, measured_N: np.ndarray) -> float:
         """The temperature whose log-probs are nearest."""
-        low, high = 0.1, 10.0
-        best = 1.0
+        low, high, best = 0.1, 10.0, 1.0
         for _ in range(4):
             grid = np.geomspace(low, high, 15)
-            place = int(np.argmin([_gap(measured_N, self.read(float(t))) for t in grid]))
+            place = int(np.argmin([_gap(measured_N, self._logp(temperature=float(t))) for t in grid]))
             best = float(grid[place])
             low, high = float(grid[max(place - 1, 0)]), float(grid[min(place + 1, len(grid) - 1)])
         return best
 
-    def _logits(self, policy: Policy, rollout: Rollout) -> Tensor:
-        """(n, V) float32 on the host: of a completion's first tokens."""
-        prompt = rollout.prompt.tokens
-        ids = torch.from_numpy(np.concatenate([prompt, rollout.tokens[:TOKENS]])).to(policy.device)
+    def _logits(self, policy: Policy, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Of each completion's first tokens (n, V), on the host: one sequence at a time, by a model that computes in a type, by
+        default float32, or float64 if that is what it computes in."""
+        exact = torch.promote_types(policy.dtype, torch.float32)
+        dtype = dtype or exact
+        if policy.dtype != dtype or policy.autocast:
+            model = cast(PreTrainedModel, cast(nn.Module, copy.deepcopy(policy.model)).to(dtype))
+            policy = replace(policy, model=model, autocast=False)
+        found = []
         with plain_attention(policy.model) as model, policy.precision():
-            out = model(input_ids=ids[None], use_cache=False)
-            logits = out.logits[0, prompt.size - 1 : -1, : policy.vocabulary]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
+            for rollout in self.rollouts:
+                prompt = rollout.prompt.tokens
+                ids = torch.from_numpy(np.concatenate([prompt, rollout.tokens[:TOKENS]])).to(policy.device)
+                logits = model(input_ids=ids[None], use_cache=False).logits[0, prompt.size - 1 : -1, : policy.vocabulary]
+                found.append(logits.to(exact).cpu())
+        return found
 
-    def _chosen(
-        self,
-        rollout: Rollout,
-        logits: Tensor,
-        temperature: float | None = None,
-        support: bool = True,
-        truncated: Sampling | None = None,
+    def _logp(
+        self, logits: Sequence[Tensor] | None = None, *, temperature: float | None = None, truncation: Sampling | None = None
     ) -> np.ndarray:
-        z = logits / (temperature or rollout.sampling.temperature or 1.0)
-        ids = rollout.tokens[: z.shape[0]]
-        kept = [torch.from_numpy(s) for s in rollout.support[: z.shape[0]]] if support and rollout.support is not None else None
-        if truncated is not None:
-            _, _, cut = draw(z, torch.zeros(z.shape[0], dtype=torch.float64), truncated)
-            assert cut is not None
-            kept = [row[:count] for row, count in zip(cut.ids_RC, cut.size_R.tolist(), strict=True)]
-        chosen = z[torch.arange(len(ids)), torch.from_numpy(ids)]
-        if kept is None:
-            return (chosen - z.logsumexp(-1)).numpy()
-        total = torch.stack([row[ids_].logsumexp(-1) for row, ids_ in zip(z, kept, strict=True)])
-        inside = torch.tensor([bool((ids_ == token).any()) for ids_, token in zip(kept, ids.tolist(), strict=True)])
-        return torch.where(inside, chosen - total, -torch.inf).numpy()
-
-
-def _converted(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy that computes in another type."""
-    return cast(PreTrainedModel, cast(nn.Module, copy.deepcopy(model)).to(dtype))
+        """Log-probs (N,) by logits, by default the exact ones, at another temperature or over what another truncation leaves."""
+        columns = []
+        for rollout, logits_nV in zip(self.rollouts, logits or self.logits, strict=True):
+            z_nV = logits_nV / (temperature or rollout.sampling.temperature or 1.0)
+            token_n1 = torch.from_numpy(rollout.tokens[: len(z_nV)])[:, None]
+            support = rollout.support
+            if truncation is not None:
+                _, _, kept = draw(z_nV, torch.zeros(len(z_nV), dtype=torch.float64), truncation)
+                sizes = () if kept is None else zip(kept.ids_RC.numpy(), kept.size_R.tolist(), strict=True)
+                support = tuple(ids[:size] for ids, size in sizes) or None
+            if support is not None:
+                inside_nV = torch.zeros_like(z_nV, dtype=torch.bool)
+                for row, ids in zip(inside_nV, support, strict=False):
+                    row[torch.from_numpy(ids)] = True
+                z_nV = z_nV.masked_fill(~inside_nV, -torch.inf)
+            columns.append((z_nV.gather(1, token_n1)[:, 0] - z_nV.logsumexp(-1)).numpy())
+        return self.trained(columns)
 
 
 def _cut(sampling: Sampling) -> str:
