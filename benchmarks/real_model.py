@@ -1,4 +1,4 @@
-"""What SmolLM2-135M-Instruct learns: methods against each other, stale weights, objectives.  Every figure of docs/real-model.md.
+"""What SmolLM2-135M-Instruct learns: methods, stale weights, objectives.  Every figure of benchmarks/real_model.md.
 
     python benchmarks/real_model.py --list            # every experiment, and which have a result
     python benchmarks/real_model.py                   # those without a result, one after the other
@@ -143,7 +143,7 @@ def messages(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, str]]]:
 
 
 def experiments() -> dict[str, Experiment]:
-    """Every experiment by its name, those of docs/real-model.md's first table first."""
+    """Every experiment by its name, those of the first table first."""
     rows: dict[str, Experiment] = {f"{task}/before training/0": untrained for task in TASKS}
     for seed in SEEDS:
         for task in TASKS:
@@ -229,7 +229,7 @@ def place(result: dict[str, Any]) -> str:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """The tables of docs/real-model.md: methods for each task, stale weights, objectives."""
+    """The tables of benchmarks/real_model.md: methods for each task, stale weights, objectives."""
     parts: list[str] = []
     for task in TASKS:
         others = {f"greedy on {other}": f"{other} greedy" for other in TASKS if other != task}

@@ -25,7 +25,7 @@ steadier of the two. `load` is the machine's load when a result was written. Abo
 `GROUPWISE_KERNELS=off` runs the same without the compiled kernels. Both sides of a comparison may use pages of 2 MB for large
 tensors (`THP_MEM_ALLOC_ENABLE=0` turns them off). TRL is no faster with them and takes more memory.
 
-No figure is from a GPU. `--device cuda`, and `--shape 0.5B` or `1.5B` (the shapes of Qwen2.5), measure one.
+`--device cuda`, and `--shape 0.5B` or `1.5B` (the shapes of Qwen2.5), measure a GPU.
 """
 TRL = """\
 ## Against TRL
@@ -76,6 +76,13 @@ SHARING = """\
 `benchmarks/sharing.py`: processor seconds of an update's forward and backward pass over the same completions. `shared`: a prompt
 stands once for all its completions. `repeated`: packed, with the prompt before each completion. `alone`: one sequence after
 another.
+"""
+PARALLEL = """\
+## Several processes
+
+`benchmarks/parallel.py`: each process has the work of one. Efficiency is the time of one process over that of several, elapsed and
+of the processor. `imbalance`: the fullest process's positions over the mean. `sent`: elements of a process, counted and by the
+formula of [scaling](../docs/scaling.md).
 """
 PROFILE = """\
 ## Where a step's time goes
@@ -225,6 +232,24 @@ def sharing(found: dict[str, Any]) -> Iterator[str]:
     yield from table("prompt | shared s | repeated s | alone s", rows)
 
 
+def parallel(found: dict[str, Any]) -> Iterator[str]:
+    """One process, then several in each mode."""
+    alone = next(row for row in found["rows"] if row["processes"] == 1)
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        seconds, several = row["seconds"], row["processes"] > 1
+        elapsed = sum(alone["seconds"].values()) / sum(seconds.values())
+        return [
+            str(row["processes"]), row["mode"] if several else "", f"{seconds['rollout']:.2f}", f"{seconds['update']:.2f}",
+            f"{elapsed:.0%}, {alone['processor'] / row['processor']:.0%}", f"{row['imbalance']:.3f}",
+            f"{row['counted']:,.0f}, {row['expected']:,.0f}" if several else "",
+        ]  # fmt: skip
+
+    work = found["workload"]
+    yield f"{work['prompts']} prompts x {work['group']} for each process, {found['rows'][0]['parameters']:,} parameters:\n"
+    yield from table("processes | `parallel` | rollout s | update s | efficiency | imbalance | sent", map(cells, found["rows"]))
+
+
 def profile(found: dict[str, Any]) -> Iterator[str]:
     """One profiled step."""
     seconds = ", ".join(f"{phase} {value:.3f} s" for phase, value in found["seconds"].items())
@@ -265,6 +290,7 @@ def sections(kind: str) -> Iterator[tuple[str, list[str]]]:
         table("model | a step | type | beta | predicted MB | measured MB | ratio", map(memory_row, results(kind, "memory_"))),
     )
     yield SHARING, [line for one in results(kind, "sharing_") for line in sharing(one)]
+    yield PARALLEL, [line for one in results(kind, "parallel") for line in parallel(one)]
     yield PROFILE, [line for one in results(kind, "profile_") for line in profile(one)]
 
 

@@ -121,7 +121,7 @@ PARTS = (
             Run(
                 "groupwise check my.yaml",
                 "The preflight compares sampled with scored log-probs, and tests gold answers and end tokens.",
-                (0, 18),
+                (0, 12),
             ),
         ),
     ),
@@ -132,7 +132,7 @@ PARTS = (
         runs=(
             Run(
                 "groupwise train my.yaml",
-                lines=(0, 30),
+                lines=(0, 17),
                 fast="groupwise train my.yaml steps=2 eval.every=1 eval.k=2 data.limit=60 group.prompts_per_step=4",
             ),
         ),
@@ -140,14 +140,14 @@ PARTS = (
     ),
     Part(
         "Evaluate, look, share",
-        "An evaluation samples answers to the prompts that the run held out. `--data FILE` takes other rows.",
+        "An evaluation answers the prompts that the run held out. `--data FILE` takes other rows.",
         runs=(
             Run("groupwise eval runs/mine", fast="groupwise eval runs/mine --limit 4"),
             Run(
                 "groupwise replay runs/mine --step 20 --set objective=dr_grpo",
                 "What would Dr. GRPO have done with the same completions? The replay recomputes the recorded step, "
                 "first as it was,\nthen with the change:",
-                (0, 22),
+                (0, 13),
                 fast="groupwise replay runs/mine --step 2 --set objective=dr_grpo",
             ),
             Run(
@@ -163,8 +163,8 @@ PARTS = (
 HEAD = """\
 # The first hour
 
-This page trains a tiny model, then trains it further on your own data with your own reward. `python docs/first_hour.py` ran every
-command below on a fresh clone. {what}
+Train a tiny model, then train it further on your data with your reward. `python docs/first_hour.py` ran every command below on a
+fresh clone. {what}
 """
 
 
@@ -231,8 +231,7 @@ def transcript(folder: Path, environment: dict[str, str], *, fast: bool) -> str:
     facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
     processor = sum(spent for _, spent in shell.spent)
-    what = f"All commands together took {processor / 60:.1f} minutes of processor time, installation included ({cpu}). Other work\n"
-    what += "was running beside them: your speeds and times will be better."
+    what = f"Together they took {processor / 60:.1f} minutes of processor time, installation included ({cpu})."
     return (HEAD.format(what=what) + "\n" + "\n".join(body)).rstrip("\n") + "\n"
 
 

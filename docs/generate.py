@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from groupwise import errors
@@ -30,11 +29,9 @@ from groupwise.cli.commands import COMMANDS, parsers
 from groupwise.config.schema import reference
 from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
-from groupwise.data.packing import divide
 from groupwise.models.shape import Shape
 from groupwise.proof.passes import MANY
 from groupwise.proof.texts import ACROSS, FULL, LARGE
-from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
 from groupwise.runs.plan import Load, prepared_weights, process_memory
 from groupwise.training.metric_table import FLAGGED, METRICS
@@ -44,13 +41,11 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # The algorithms
 
-Which one to take: [choosing](choosing.md). `groupwise explain --preset NAME` works one step through in numbers. `make docs` makes
-this page and those of the rows from the table of algorithms.
+Which one to take: [choosing](choosing.md). `groupwise explain --preset NAME` works one step through in numbers.
 
 An online algorithm is one row of a table with four parts: **credit** (rewards -> advantages), **ratio** level, **surrogate**
 and **weights** (normalisation). `objective: NAME` takes a row. Keys of `group` replace single parts:
-`group: {credit: centered, weights: {name: constant, length: 1024}}`. The table names options that differ from the
-defaults.
+`group: {credit: centered, weights: {name: constant, length: 1024}}`.
 
 """
 NOTATION = """\
@@ -118,17 +113,26 @@ def algorithm_pages() -> dict[str, str]:
 def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     """One preset: what it is, its equation, its recipe, and what its paper and others say."""
     source = f" Paper: [{row.paper}](https://arxiv.org/abs/{row.paper})." if row.paper else ""
-    lines = [f"# {row.name}", "", row.summary + source, "", "```text", f"loss = {row.equation}", "```", ""]
-    lines += ["[Symbols](../algorithms.md#notation), [parts](../algorithms.md#the-parts).", ""]
+    lines = [f"# {row.name}", "", f"{row.summary}{source} [Symbols](../algorithms.md#notation).", ""]
+    lines += ["```text", f"loss = {row.equation}", "```", ""]
     lines += ["## When to choose it", "", notes["choose"], "", "## Recipe", ""]
     changed = from_grpo(row)
     taught = ["teacher: {path: Qwen/Qwen3-8B}"] if row.needs_teacher else []
-    lines += ["```yaml", f"objective: {row.name}", *taught, "```"]
+    if changed:
+        group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
+        lines += [
+            f"`objective: {row.name}`, or part by part:",
+            "",
+            "```yaml",
+            "objective: grpo",
+            *group.splitlines(),
+            *taught,
+            "```",
+        ]
+    else:
+        lines += ["```yaml", f"objective: {row.name}", *taught, "```"]
     if changed is None and row.kl_place == "reward":
         lines += ["", "The KL in the reward (with `group.beta` above 0) belongs to the preset; no key of `group` moves it there."]
-    elif changed:
-        group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
-        lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), *taught, "```"]
     if row.name != "grpo" and not changed:
         named = [f"{key} `{short(value) if callable(value) else value}`" for key, value in different(row).items() if key != "extra"]
         named += [f"extra terms {added(row)}"] if row.extra else []
@@ -136,7 +140,7 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     lines += [""]
     lines += ["## Measured", "", notes["measured"].rstrip(), ""] if "measured" in notes else []
     lines += ["## Settings of its paper", "", notes["paper"], ""]
-    lines += ["## Elsewhere", "", notes["peers"] if notes["peers"] != "-" else "No other implementation is known here.", ""]
+    lines += ["## Elsewhere", "", notes["peers"], ""] if notes["peers"] != "-" else []
     return "\n".join(lines) + "\n"
 
 
@@ -144,10 +148,11 @@ def metrics_page() -> str:
     """Every metric with unit, formula and meaning."""
     lines = [METRICS_INTRO]
     for section in METRICS:
-        lines += [f"## {section.title}", "", section.when, "", "| metric | unit | formula | meaning |", "|---|---|---|---|"]
+        lines += [f"## {section.title}", "", section.when, "", "| metric | formula (unit) | meaning |", "|---|---|---|"]
         for row in section.metrics:
             meaning = f"{row.meaning} *{row.healthy[0].upper()}{row.healthy[1:]}.*" if row.healthy else row.meaning
-            lines.append("| " + " | ".join(cell(x) for x in (f"`{row.name}`", row.unit, row.formula, meaning)) + " |")
+            formula = row.formula if row.unit == "-" else f"{row.formula} ({row.unit})"
+            lines.append("| " + " | ".join(cell(x) for x in (f"`{row.name}`", formula, meaning)) + " |")
         lines.append("")
     return "\n".join(lines)
 
@@ -157,7 +162,7 @@ METRICS_INTRO = """\
 
 Every step writes one line of `metrics.jsonl` with these keys. A quantity that was not computed has no key. Words in capitals stand
 for a name. "Yours" is the unit of your reward functions. In italics: rules of thumb for reasoning tasks with a checker.
-What to look at first: [how to read a run](monitoring.md). `make docs` makes this page from the metric table.
+What to look at first: [how to read a run](monitoring.md).
 """
 
 
@@ -205,21 +210,28 @@ def cell(text: str) -> str:
 ROLLOUTS = "counts optimizer steps; ours counts rollouts, each of group.updates_per_rollout x group.minibatches optimizer steps"
 
 
+OURS = re.compile(r"groupwise |--\w|`|\b[a-z_]+\.[a-z_]+\b|\bparallel\b|: seed$|same command|tokenizer=")
+"""What names a command, an option, a key or a file of ours."""
+
+
 def trl_table() -> str:
-    """TRL's arguments by what becomes of each; those with the same answer share a row."""
+    """TRL's arguments by what becomes of each; those with the same answer share a row, those without a remedy a paragraph."""
     lines: list[str] = []
     for fate, title in FATES.items():
         rows: dict[tuple[str | None, str], list[str]] = {}
         for name, found in sorted(TABLE.items()):
             if found.fate == fate:
                 rows.setdefault((found.key, found.says), []).append(f"`{name}`")
-        keyed = any(key is not None for key, _ in rows)
+        plain = [key for key in rows if fate == "unneeded" and not OURS.search(key[1])]
         lines += ["", f"### {title[0].upper()}{title[1:]}", ""]
-        lines += ["| TRL | here | note |", "|---|---|---|"] if keyed else ["| TRL | why |", "|---|---|"]
+        if plain:
+            names = sorted(name for key in plain for name in rows.pop(key))
+            lines += ["Leave these out; `groupwise config NAME` says why: " + ", ".join(names) + ".", ""]
+        lines += ["| TRL | here |", "|---|---|"]
         for (key, says), names in rows.items():
-            ours = [f"`{key}`" if key is not None else ""] if keyed else []
-            short_says = says.replace(ROLLOUTS, "counts optimizer steps, ours rollouts")
-            lines.append("| " + " | ".join([", ".join(names), *ours, cell(short_says)]) + " |")
+            short_says = cell(says.replace(ROLLOUTS, "counts optimizer steps, ours rollouts"))
+            here = ": ".join(filter(None, [f"`{key}`" if key is not None else "", short_says]))
+            lines.append(f"| {', '.join(names)} | {here} |")
     return "\n".join(lines[1:])
 
 
@@ -244,10 +256,12 @@ def flags_table() -> str:
 
 
 def explain_block() -> str:
-    """What `groupwise explain` prints, up to the advantages and from the second pass on."""
+    """What `groupwise explain` prints, up to the advantages and from the first clipped token on."""
     lines = render(work()).splitlines()
     third, fifth = (next(i for i, line in enumerate(lines) if line.startswith(f"{number}. ")) for number in (3, 5))
-    return "\n".join(["```console", "$ groupwise explain", *lines[:third], "...", *lines[fifth:], "```"])
+    return "\n".join(
+        ["```console", "$ groupwise explain", *lines[:third], "...", *lines[fifth : fifth + 4], "...", lines[-1], "```"]
+    )
 
 
 LAW = DOCS.parent / "tests" / "arch" / "test_laws.py"
@@ -296,15 +310,14 @@ families that people download. `make docs` makes it from `tests/models/families.
   modules. Both compute a prompt once and continue conversations. **generate**: transformers' own loop.
 
 In all, transformers {transformers} knows {count} causal architectures: {packed} train packed, {single} one by one, {refused}
-are refused in words, {missing} could not be built. `tests/models/families.md` lists each with what is proven of it.
+are refused, {missing} could not be built. `tests/models/families.md` lists each with what is proven of it.
 
 ## Hybrids
 
 Qwen3.5, Qwen3-Next, OLMo-hybrid (gated DeltaNet), Granite 4, Nemotron-H, Falcon-H1, Bamba (Mamba-2) and LFM2 (short
-convolutions) carry a state from token to token. In a stream, convolution and state begin anew at every segment. The state
-behind a shared prompt is computed once and forked to its completions, in scoring, in training and in the native engine; its
-gradient is the sum over all that begin with it. On GPUs the kernels of `flash-linear-attention` are used for gated DeltaNets in
-bfloat16 where they are installed.
+convolutions) carry a state from token to token. Convolution and state begin anew at every segment of a stream. The state
+behind a shared prompt is computed once and forked to its completions, in scoring, training and sampling. On GPUs the kernels of
+`flash-linear-attention` compute gated DeltaNets in bfloat16 where they are installed.
 
 An update's forward and backward pass over 2 prompts with 8 completions of up to 64 tokens, by a hybrid of 24 million parameters on
 one thread of a CPU, in processor seconds (`python benchmarks/sharing.py --shape H --prompts 2 --completion 64`):
@@ -315,37 +328,31 @@ one thread of a CPU, in processor seconds (`python benchmarks/sharing.py --shape
 | 128 tokens | 1.8 | 5.2 | 6.7 |
 | 512 tokens | 3.4 | 17.7 | 18.3 |
 
-A GRPO step of 4 prompts of 128 tokens with 8 completions each takes a quarter of the processor time of TRL's on the same work
-and an eighth of its memory (`python benchmarks/vs_trl.py --shape H`, one pair of steps).
-
 ## Checkpoints that read images
 
-Qwen3.5, Gemma 3 and 4, Mistral 3, Llama 4 and others are published with a part that reads images. They are loaded as the class
-that their `config.json` names. The text part is trained; the rest takes no gradient, no weight decay and no adapter, and
-`final/` holds it unchanged.
+Qwen3.5, Gemma 3 and 4, Mistral 3, Llama 4 and others are published with a part that reads images. The text part is trained.
+The rest takes no gradient, no weight decay and no adapter, and `final/` holds it unchanged.
 
 ## What is proven when a run begins
 
-What the run will compute is compared with the model's own forward and backward pass, one sequence at a time: your model with
-its weights, on the device and in the type of the run. What differs is refused in words. The plan says what was proven:
+Groupwise compares what the run will compute with the model's own forward and backward pass, one sequence at a time: your model with
+its weights, on the device and in the type of the run. A model that differs is refused, with the reason. The plan lists it:
 
 ```text
 proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu in float32, at 7 lengths from 2 to 95 (to 2e-06)
 ```
 
-- scoring: log-probs of given tokens, in streams of several prompts and completions, within 0.0002 nats;
-- training, recompute, router: the gradient of an update as the run computes it, within 0.002 of each parameter's norm; of more
-  than {many} parameters that of all norms and biases, of the first and the last block, of embedding and head;
-- sampling, conversations: the log-prob that the engine draws a token with; in turns, where a world answers;
-- scores: of a reward model or a critic that is trained; a reward model that judges is held against its own pass over the first
-  answers that it is asked for;
+- scoring: log-probs, in streams of several prompts and completions, within 0.0002 nats;
+- training: the gradient of an update, within 0.002 of each parameter's norm; of more than {many} parameters that of all norms
+  and biases, of the first and the last block, of embedding and head;
+- sampling: the log-prob that the engine draws a token with, also in conversations;
+- scores of a reward model or a critic;
 - under an adapter all of that, with random numbers in the factor that begins at 0.
 
 Texts lie on both sides of every window, chunk, convolution and length that the model names and the run reaches, up to {across}
-tokens. A model of more than {large} parameters is asked less on a CPU: few short texts, one behind each such length, no
-gradient of embedding and head. In autocast and bfloat16 the weights are compared in float32 first, where memory has room for
-that, then in the type itself, by a wide measure. A proof is remembered for the same code, weights, device, type and texts
-(`proven before`); a model with code that comes with no known package is proven by every process.
+tokens. On a CPU a model of more than {large} parameters gets few short texts, and no gradient of embedding and head. In autocast
+and bfloat16 the weights are compared in float32 first, then in the type itself, by a wide measure. A proof is remembered for the
+same code, weights, device, type and texts (`proven before`).
 
 The proof does not see:
 
@@ -513,7 +520,6 @@ COMMANDS_INTRO = """\
 
 `groupwise COMMAND --help` prints the same. A recipe is a YAML file or the name of a [bundled one](recipes.md). `KEY=VALUE`
 overrides a [setting](settings.md). Every command also takes `--debug`, which shows the traceback of an error.
-`make docs` makes this page from the parser.
 """
 
 
@@ -555,9 +561,8 @@ def argument_row(action: argparse.Action) -> str:
 ERRORS_INTRO = """\
 # Errors
 
-Every error of Groupwise names the value that is wrong and what to do. This page lists the messages that people meet most, with
-cause and cure. `...` stands for what a message fills in. `--debug` shows the traceback. For wrong results without an error:
-[what goes wrong](failures.md).
+The messages that people meet most. `...` stands for what a message fills in. `--debug` shows the traceback. For wrong results
+without an error: [what goes wrong](failures.md).
 
 ## Exit codes
 
@@ -649,68 +654,6 @@ def linear_sizes(config: dict[str, Any]) -> list[tuple[int, int]]:
     return [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
 
 
-# ---------------------------------------------------------------- docs/scaling.md
-
-
-def balance_table() -> str:
-    """The fullest process's positions over the mean, dealt out by positions and by rows."""
-    lines = ["| processes | by positions: mean, worst | by rows: mean, worst | more positions |", "|---|---|---|---|"]
-    for parts in (2, 4, 8):
-        found = np.array([_balance(parts, seed) for seed in range(8)])
-        ours, rows, more = found.T
-        cells = [
-            str(parts),
-            f"{ours.mean():.3f}, {ours.max():.3f}",
-            f"{rows.mean():.2f}, {rows.max():.2f}",
-            f"{more.mean() - 1:.1%}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _balance(parts: int, seed: int) -> tuple[float, float, float]:
-    """4 groups of 8 for each process: prompts of 30 to 90 tokens, log-normal completions (median 200, deviation 0.8)."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for group in range(4 * parts):
-        prompt = np.zeros(int(rng.integers(30, 90)), np.int64)
-        for _ in range(8):
-            ones = np.ones(int(np.clip(rng.lognormal(np.log(200), 0.8), 1, 4000)))
-            one = {"weight": ones, "advantage": ones, "behavior_logp": ones}
-            samples.append(Sample(group=str(group), prompt=prompt, completion=np.zeros(ones.size, np.int64), **one))
-    load = np.array([sum(unit.positions for unit in part) for part in divide(samples, 16384, parts)])
-    by_rows = [divide([s for s in samples if int(s.group) % parts == rank], 16384, 1)[0] for rank in range(parts)]
-    rows = np.array([sum(unit.positions for unit in part) for part in by_rows])
-    return load.max() / load.mean(), rows.max() / rows.mean(), load.sum() / rows.sum()
-
-
-def parallel_table() -> str:
-    """What `benchmarks/parallel.py` measured last, on whatever machine."""
-    files = (json.loads(path.read_text(encoding="utf-8")) for path in (DOCS.parent / "benchmarks" / "results").glob("*.json"))
-    found = max((held["parallel"] for held in files if "parallel" in held), key=lambda one: one["machine"]["date"])
-    alone = next(row for row in found["rows"] if row["processes"] == 1)["seconds"]
-    lines = [
-        "| processes | `parallel` | rollout | update | efficiency | imbalance | elements sent: counted, formula | on the wire |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in found["rows"]:
-        seconds = row["seconds"]
-        processor = next(one for one in found["rows"] if one["processes"] == 1)["processor"] / row["processor"]
-        efficiency = f"{sum(alone.values()) / sum(seconds.values()):.0%}, {processor:.0%}"
-        sent = f"{row['counted']:,.0f}, {row['expected']:,.0f}" if row["processes"] > 1 else ""
-        wire = f"{row['wire_bytes'] / 1e6:.1f} MB" if found["namespace"] and row["processes"] > 1 else ""
-        cells = [
-            str(row["processes"]), f"`{row['mode']}`" if row["processes"] > 1 else "", f"{seconds['rollout']:.2f} s",
-            f"{seconds['update']:.2f} s", efficiency, f"{row['imbalance']:.3f}", sent, wire,
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    machine, work = found["machine"], found["workload"]
-    what = f"{work['prompts']} prompts x {work['group']} for each process, {found['rows'][0]['parameters']:,} parameters"
-    lines += ["", f"{what}; {machine['cpu']}, {machine['cpus']} cores, torch {machine['torch']}, {machine['date']}, "
-              f"load {machine['load_1min']:.1f}."]  # fmt: skip
-    return "\n".join(lines)
-
-
 # ---------------------------------------------------------------- pages
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -728,8 +671,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "explain": explain_block,
     "rooms": rooms_table,
     "memory": memory_table,
-    "balance": balance_table,
-    "parallel": parallel_table,
 }
 
 

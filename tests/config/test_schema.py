@@ -98,4 +98,4 @@ def test_reference_page_names_every_setting() -> None:
     page = reference()
     assert all(f"| `{key}` |" in page for key in knobs())
     for line in page.splitlines():
-        assert not line.startswith("|") or line.replace("\\|", "").count("|") == 5, line
+        assert not line.startswith("|") or line.replace("\\|", "").count("|") == 4, line

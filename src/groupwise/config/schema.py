@@ -310,10 +310,10 @@ def describe(key: str) -> str:
 
 def reference() -> str:
     """All settings as a Markdown page."""
-    about = "`groupwise config KEY` shows one of these keys, and what TRL calls it. Made by `groupwise config --markdown`."
+    about = "`groupwise config KEY` shows one of these keys, and what TRL calls it. A default that is not shown is null."
     lines = ["# Settings", "", about, ""]
     lines += [f"`stages`: {STAGES}"]
-    top = ["", "| key | meaning | value | default |", "|---|---|---|---|"]
+    top = ["", "| key | meaning | value (default) |", "|---|---|---|"]
     sections: dict[str, list[tuple[str, Setting]]] = {}
     for key, setting in settings_table().items():
         if setting.section is None:
@@ -335,9 +335,9 @@ SIGNS = (
 
 def _row(key: str, setting: Setting) -> str:
     """A setting's line in the page."""
-    default = "(required)" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
+    default = "required" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
     value = setting.expected.removesuffix(", or null") if setting.default is None else setting.expected
     for words, sign in SIGNS:
         value = value.replace(words, sign)
-    cells = [f"`{key}`", setting.meaning, value, default]
+    cells = [f"`{key}`", setting.meaning, value if setting.default is None else f"{value} ({default})"]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
