@@ -24,7 +24,7 @@ from groupwise.data.packing import pack
 from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
 from groupwise.ops import attention, functional, kernels, linear_cross_entropy
-from groupwise.ops.functional import gated_mlp, rms_norm, rotary
+from groupwise.ops.functional import mlp, rms_norm, rotary
 from groupwise.ops.in_place_gradients import gradient_of, summed_in_place, summing
 from groupwise.ops.linear_cross_entropy import FusedLoss, Head, chosen_logprobs, reference_logprobs
 from groupwise.training.optimizer import Optimizer
@@ -156,10 +156,11 @@ def test_no_operation_of_ours_has_a_second_derivative(module: Any) -> None:
 def test_a_second_derivative_is_refused() -> None:
     """Also where what comes in is a constant, as the gradient of a sum is: what is found would be taken for a constant."""
     x, weights = torch.randn(5, 96), [nn.Parameter(torch.randn(96, 96) / 10) for _ in range(3)]
-    (first,) = torch.autograd.grad(gated_mlp(x, *weights).sum(), weights[0])
+    *layers, last = ((weight, None) for weight in weights)
+    (first,) = torch.autograd.grad(mlp(x, layers, last, turned=False).sum(), weights[0])
     assert first.norm() > 0.0 and not first.requires_grad
     with pytest.raises(RuntimeError, match="second derivative"):
-        torch.autograd.grad(gated_mlp(x, *weights).sum(), weights[0], create_graph=True)
+        torch.autograd.grad(mlp(x, layers, last, turned=False).sum(), weights[0], create_graph=True)
 
 
 def test_a_policy_made_in_inference_mode_is_scored(tiny_policy: Callable, random_samples: Callable) -> None:

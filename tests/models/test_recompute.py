@@ -20,7 +20,7 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.ops import functional
-from groupwise.ops.functional import GatedMLP, LastProduct, PlainMLP
+from groupwise.ops.functional import FirstProducts, LastProduct
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.records import Batch
 
@@ -49,7 +49,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return count
 
-    for kind, name in ((GatedMLP, "mlp"), (PlainMLP, "mlp"), (LastProduct, "last product")):
+    for kind, name in ((FirstProducts, "mlp"), (LastProduct, "last product")):
         monkeypatch.setattr(kind, "forward", staticmethod(counted(name, kind.forward)))
     monkeypatch.setattr(functional, "add_product", counted("sum in place", functional.add_product))
     return counts

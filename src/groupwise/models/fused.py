@@ -31,8 +31,7 @@ from groupwise.ops.functional import (
     Linear,
     copies_of_weights,
     gated,
-    gated_mlp,
-    plain_mlp,
+    mlp,
     rms_norm,
     rotary,
     worth_linear,
@@ -68,12 +67,11 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
             return partial(_last_norm if last else _norm, norm)
         case Attention(rotary=True, gated=False) as attention:
             return partial(_rotary_attention, attention)
-        case MLP() as mlp if any("forward" in vars(part) for part in (*mlp.products, mlp.activation)):
+        case MLP() as mlp if not any("forward" in vars(part) for part in (*mlp.products, mlp.activation)):
+            kinds = {type(linear) for linear in mlp.products}
+            return partial(_mlp, mlp, Conv1D in kinds) if kinds in ({nn.Linear}, {Conv1D}) else None
+        case MLP():
             return None
-        case MLP(gated=True) as mlp if all(type(linear) is nn.Linear and linear.bias is None for linear in mlp.products):
-            return partial(_gated_mlp, mlp)
-        case MLP(gated=False) as mlp if all(type(linear) is Conv1D for linear in mlp.products):
-            return partial(_plain_mlp, mlp)
     form = _BY_CLASS.get(type(module))
     return None if form is None else MethodType(form, module)
 
@@ -106,31 +104,20 @@ def _hooked(*modules: nn.Module) -> bool:
     )
 
 
-def _gated_mlp(mlp: MLP, hidden_states: Tensor) -> Tensor:
-    if _hooked(*mlp.products, mlp.activation):
-        return type(mlp.module).forward(mlp.module, hidden_states)
-    gate_ID, up_ID, down_DI = (linear.weight for linear in mlp.products)
-    return gated_mlp(_flat(hidden_states), gate_ID, up_ID, down_DI).view_as(hidden_states)
+def _mlp(description: MLP, turned: bool, hidden_states: Tensor) -> Tensor:
+    module = description.module
+    if _hooked(*description.products, description.activation):
+        return type(module).forward(module, hidden_states)
+    *first, last = ((linear.weight, linear.bias) for linear in description.products)
+    return mlp(_flat(hidden_states), first, last, turned=turned).view_as(hidden_states)
 
 
-def _plain_mlp(mlp: MLP, hidden_states: Tensor) -> Tensor:
-    if _hooked(*mlp.products, mlp.activation):
-        return type(mlp.module).forward(mlp.module, hidden_states)
-    in_DI, in_I, out_ID, out_D = (parameter for product in mlp.products for parameter in (product.weight, product.bias))
-    return plain_mlp(_flat(hidden_states), in_DI, in_I, out_ID, out_D).view_as(hidden_states)
-
-
-def _linear(self: Any, input: Tensor) -> Tensor:
+def _linear(self: Any, x: Tensor) -> Tensor:
     if not worth_linear(self.weight):
-        return F.linear(input, self.weight, self.bias)
-    out_TO = Linear.apply(_flat(input), self.weight, self.bias, False)
-    return out_TO.view(*input.shape[:-1], self.weight.shape[0])  # type: ignore[union-attr]
-
-
-def _conv1d(self: Any, x: Tensor) -> Tensor:
-    if not worth_linear(self.weight):
-        return Conv1D.forward(self, x)
-    return Linear.apply(_flat(x), self.weight, self.bias, True).view(*x.shape[:-1], self.nf)  # type: ignore[union-attr]
+        return type(self).forward(self, x)
+    turned = type(self) is Conv1D
+    out_TO = Linear.apply(_flat(x), self.weight, self.bias, turned)
+    return out_TO.view(*x.shape[:-1], self.weight.shape[int(turned)])  # type: ignore[union-attr]
 
 
 def _gelu(self: Any, input: Tensor) -> Tensor:
@@ -173,7 +160,7 @@ def _gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
 _BY_CLASS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Embedding: _embedding,
     nn.Linear: _linear,
-    Conv1D: _conv1d,
+    Conv1D: _linear,
     NewGELUActivation: _gelu,
     Qwen3_5RMSNormGated: _gated_norm,
 }

@@ -28,12 +28,12 @@ def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradie
     return guarded
 
 
-def version(tensor: Tensor) -> int | None:
+def version(tensor: Tensor | None) -> int | None:
     """How often a tensor was changed in place, as far as torch counts: not through `.data`, nor in inference mode (None)."""
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def unchanged(tensors: tuple[Tensor, ...], versions: list[int | None]) -> None:
+def unchanged(tensors: tuple[Tensor | None, ...], versions: list[int | None]) -> None:
     """Raise RuntimeError if one of the tensors has been counted as changed since the forward pass, as torch's operations do."""
     if versions != [version(tensor) for tensor in tensors]:
         raise RuntimeError("a weight was changed in place between a forward pass and its backward pass")

@@ -12,7 +12,7 @@ T positions of a stream   D width   H heads   W head width   I inner width of an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from functools import partial
@@ -182,10 +182,18 @@ def _rotates_in_one_pass(x_1HTW: Tensor, cos_11TW: Tensor) -> bool:
     return x_1HTW.shape[0] == 1 and cos_11TW.dtype == torch.float32 and kernels.fits(x_1HTW, cos_11TW, width=x_1HTW.shape[-1] // 2)
 
 
-def gated_mlp(x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> Tensor:
-    """`down(silu(gate x) * up x)`."""
-    placeholder_TD, gate_TI, up_TI = GatedMLP.apply(x_TD, gate_ID, up_ID, down_DI)  # type: ignore[misc]
-    return LastProduct.apply(placeholder_TD, partial(_gated, gate_TI, up_TI), down_DI, None, False)  # type: ignore[return-value]
+Affine = tuple[Tensor, Tensor | None]
+"""Weight and bias of a linear layer."""
+
+
+def mlp(x_TD: Tensor, first: Sequence[Affine], last: Affine, *, turned: bool) -> Tensor:
+    """`last(silu(gate x) * up x)` of two first layers, `last(gelu(up x))` with GELU's tanh form of one.
+
+    turned: weights lie the other way round, (I, O).
+    """
+    parameters = (parameter for layer in (*first, last) for parameter in layer)
+    placeholder_TD, *inner = FirstProducts.apply(x_TD, turned, *parameters)  # type: ignore[misc]
+    return LastProduct.apply(placeholder_TD, partial(_open, *inner), *last, turned)  # type: ignore[return-value]
 
 
 def gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
@@ -209,14 +217,8 @@ class Gated(torch.autograd.Function):
         return grad_gate_TI, grad_up_TI
 
 
-def plain_mlp(x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> Tensor:
-    """`gelu(x A + a) B + b` with GELU's tanh form, as in GPT-2."""
-    placeholder_TD, inner_TI = PlainMLP.apply(x_TD, in_DI, in_I, out_ID, out_D)  # type: ignore[misc]
-    return LastProduct.apply(placeholder_TD, partial(_gelu, inner_TI), out_ID, out_D, True)  # type: ignore[return-value]
-
-
 class LastProduct(torch.autograd.Function):
-    """The deferred down projection of an MLP: its gradient is that of the placeholder, which `GatedMLP` or `PlainMLP` made.
+    """The deferred last product of an MLP: its gradient is that of the placeholder, which `FirstProducts` made.
 
     A block that is computed again stops where it has saved all that the backward pass reads.  The placeholder saves, and
     this saves nothing: so none of this is computed again.
@@ -226,7 +228,7 @@ class LastProduct(torch.autograd.Function):
     def forward(
         ctx: Any, placeholder_TD: Tensor, opened: Callable[[], Tensor], weight: Tensor, bias_D: Tensor | None, turned: bool
     ) -> Tensor:
-        return _times(opened(), weight, bias_D, turned)
+        return _times(opened(), weight, bias_D, turned, _copies.get())
 
     @staticmethod
     @first_derivative
@@ -234,34 +236,56 @@ class LastProduct(torch.autograd.Function):
         return grads[0], None, None, None, None
 
 
-class GatedMLP(torch.autograd.Function):
-    """The placeholder of `gated_mlp`, and its two first products, which are saved; the activations are made again."""
+class FirstProducts(torch.autograd.Function):
+    """The placeholder of `mlp`, and its first products, which are saved; the activations are made again."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _hold(ctx, gate_ID, up_ID, down_DI)
-        gate_TI, up_TI = product(x_TD, _like(gate_ID, x_TD, ctx.copies).T), product(x_TD, _like(up_ID, x_TD, ctx.copies).T)
-        ctx.save_for_backward(x_TD, gate_TI, up_TI)
-        ctx.mark_non_differentiable(gate_TI, up_TI)
+    def forward(ctx: Any, x_TD: Tensor, turned: bool, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        """parameters: weight and bias of the first layers and of the last."""
+        _hold(ctx, *parameters)
+        first = list(zip(parameters[:-2:2], parameters[1:-2:2], strict=True))
+        inner = [_times(x_TD, weight, bias_I, turned, ctx.copies) for weight, bias_I in first if weight is not None]
+        ctx.save_for_backward(x_TD, *inner)
+        ctx.turned = turned
+        ctx.mark_non_differentiable(*inner)
         ctx.set_materialize_grads(False)
-        return x_TD.new_empty(1).expand_as(x_TD), gate_TI, up_TI
+        return x_TD.new_empty(1).expand_as(x_TD), *inner
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, gate_TI, up_TI = ctx.saved_tensors
-        gate_ID, up_ID, down_DI = _held(ctx)
-        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
+        x_TD, *inner = ctx.saved_tensors
+        *parameters, weight, bias_D = _held(ctx)
+        needs_x, _, *needs, needs_last, needs_last_bias = ctx.needs_input_grad
         grad_TD = grads[0]
-        grad_gate_TI = product(grad_TD, _like(down_DI, x_TD, ctx.copies))  # of the inner activations; turned into the gate's below
-        inner_TI, grad_up_TI = _gate_gradients(grad_gate_TI, gate_TI, up_TI)
-        grad_down_DI = _weight_grad(ctx, grad_TD, inner_TI, down_DI) if needs_down else None
-        del inner_TI
-        grad_x_TD = product(grad_gate_TI, _like(gate_ID, x_TD, ctx.copies)) if needs_x else None
-        if grad_x_TD is not None:
-            add_product(grad_x_TD, grad_up_TI, _like(up_ID, x_TD, ctx.copies), fresh=False)
-        grad_gate_ID = _weight_grad(ctx, grad_gate_TI, x_TD, gate_ID) if needs_gate else None
-        return grad_x_TD, grad_gate_ID, _weight_grad(ctx, grad_up_TI, x_TD, up_ID) if needs_up else None, grad_down_DI
+        opened_TI, inner_grads = _open_backward(_back(ctx, grad_TD, weight), *inner)
+        last = _weight_grad(ctx, opened_TI, grad_TD, weight) if needs_last else None
+        del opened_TI
+        grad_x_TD, found = None, list[Tensor | None]()
+        for n, grad_TI in enumerate(inner_grads):
+            if needs_x and grad_x_TD is None:
+                grad_x_TD = _back(ctx, grad_TI, parameters[2 * n])
+            elif grad_x_TD is not None:
+                add_product(grad_x_TD, grad_TI, _turned(ctx.copies, parameters[2 * n], grad_TI, not ctx.turned), fresh=False)
+        for n, grad_TI in enumerate(inner_grads):
+            found.append(_weight_grad(ctx, x_TD, grad_TI, parameters[2 * n]) if needs[2 * n] else None)
+            found.append(grad_TI.sum(0).to(parameters[2 * n + 1].dtype) if needs[2 * n + 1] else None)
+        return grad_x_TD, None, *found, last, grad_TD.sum(0).to(bias_D.dtype) if needs_last_bias else None
+
+
+def _open(*inner: Tensor) -> Tensor:
+    """What an MLP's last product multiplies, of its first products."""
+    return _gated(*inner) if len(inner) == 2 else _gelu(*inner)
+
+
+def _open_backward(grad_TI: Tensor, *inner: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The same again, and its gradients.   grad_TI: may become one of them."""
+    if len(inner) == 2:
+        opened_TI, grad_up_TI = _gate_gradients(grad_TI, *inner)
+        return opened_TI, (grad_TI, grad_up_TI)
+    if kernels.fits(*inner):
+        return operations.gelu_backward(grad_TI, *inner), (grad_TI,)
+    return _gelu(*inner), (torch.ops.aten.gelu_backward(grad_TI, *inner, approximate="tanh"),)
 
 
 def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
@@ -297,42 +321,6 @@ def blocks(x_TI: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-class PlainMLP(torch.autograd.Function):
-    """The placeholder of `plain_mlp`, and its first product, which is saved; the activations are made again."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> tuple[Tensor, Tensor]:
-        _hold(ctx, in_DI, in_I, out_ID, out_D)
-        inner_TI = product(x_TD, _like(in_DI, x_TD, ctx.copies), _like(in_I, x_TD, ctx.copies))
-        ctx.save_for_backward(x_TD, inner_TI)
-        ctx.mark_non_differentiable(inner_TI)
-        ctx.set_materialize_grads(False)
-        return x_TD.new_empty(1).expand_as(x_TD), inner_TI
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, inner_TI = ctx.saved_tensors
-        in_DI, in_I, out_ID, out_D = _held(ctx)
-        needs_x, needs_in, needs_in_bias, needs_out, needs_out_bias = ctx.needs_input_grad
-        grad_TD = grads[0]
-        grad_TI = product(grad_TD, _like(out_ID, x_TD, ctx.copies).T)
-        if kernels.fits(inner_TI):
-            opened_TI = operations.gelu_backward(grad_TI, inner_TI)
-        else:
-            opened_TI = F.gelu(inner_TI, approximate="tanh") if needs_out else None
-            grad_TI = torch.ops.aten.gelu_backward(grad_TI, inner_TI, approximate="tanh")
-        grad_out_ID = _weight_grad(ctx, opened_TI, grad_TD, out_ID) if needs_out and opened_TI is not None else None
-        del opened_TI
-        return (
-            product(grad_TI, _like(in_DI, x_TD, ctx.copies).T) if needs_x else None,
-            _weight_grad(ctx, x_TD, grad_TI, in_DI) if needs_in else None,
-            grad_TI.sum(0).to(in_I.dtype) if needs_in_bias else None,
-            grad_out_ID,
-            grad_TD.sum(0).to(out_D.dtype) if needs_out_bias else None,
-        )
-
-
 def _gelu(inner_TI: Tensor) -> Tensor:
     return operations.gelu(inner_TI) if kernels.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
 
@@ -351,7 +339,7 @@ class Linear(torch.autograd.Function):
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None)
         ctx.turned, ctx.bias_type = turned, None if bias_O is None else bias_O.dtype
         _hold(ctx, weight)
-        return _times(x_TI, weight, bias_O, turned)
+        return _times(x_TI, weight, bias_O, turned, ctx.copies)
 
     @staticmethod
     @first_derivative
@@ -359,22 +347,26 @@ class Linear(torch.autograd.Function):
         (x_TI,), (weight,) = ctx.saved_tensors, _held(ctx)
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         grad_TO = grads[0]
-        grad_weight = None
-        if x_TI is not None:
-            grad_weight = _weight_grad(ctx, x_TI, grad_TO, weight) if ctx.turned else _weight_grad(ctx, grad_TO, x_TI, weight)
-        weight_OI = _like(weight, grad_TO, ctx.copies).T if ctx.turned else _like(weight, grad_TO, ctx.copies)
         return (
-            product(grad_TO, weight_OI) if needs_x else None,
-            grad_weight,
+            _back(ctx, grad_TO, weight) if needs_x else None,
+            None if x_TI is None else _weight_grad(ctx, x_TI, grad_TO, weight),
             grad_TO.sum(0).to(ctx.bias_type) if needs_bias else None,
             None,
         )
 
 
-def _times(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) -> Tensor:
-    copies = _copies.get()
-    weight_IO = _like(weight, x_TI, copies) if turned else _like(weight, x_TI, copies).T
-    return product(x_TI, weight_IO, None if bias_O is None else _like(bias_O, x_TI, copies))
+def _times(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, copies: Copies | None) -> Tensor:
+    return product(x_TI, _turned(copies, weight, x_TI, turned), None if bias_O is None else _like(bias_O, x_TI, copies))
+
+
+def _back(ctx: Any, grad_TO: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of what a linear layer is given."""
+    return product(grad_TO, _turned(ctx.copies, weight, grad_TO, not ctx.turned))
+
+
+def _turned(copies: Copies | None, weight: Tensor, x: Tensor, as_is: bool) -> Tensor:
+    weight = _like(weight, x, copies)
+    return weight if as_is else weight.T
 
 
 class EmbeddingRows(torch.autograd.Function):
@@ -404,7 +396,7 @@ class EmbeddingRows(torch.autograd.Function):
         return None, None, None
 
 
-def _hold(ctx: Any, *weights: Tensor) -> None:
+def _hold(ctx: Any, *weights: Tensor | None) -> None:
     """Keep on `ctx` what the backward pass needs: the weights, their versions, the cached copies, and whether gradients are summed
     in place.
 
@@ -416,7 +408,7 @@ def _hold(ctx: Any, *weights: Tensor) -> None:
     ctx.versions = [version(weight) for weight in weights]
 
 
-def _held(ctx: Any) -> tuple[Tensor, ...]:
+def _held(ctx: Any) -> tuple[Any, ...]:
     unchanged(ctx.weights, ctx.versions)
     return ctx.weights
 
@@ -432,10 +424,11 @@ def _like(weight: Tensor, x: Tensor, copies: Copies | None) -> Tensor:
     return found[1]
 
 
-def _weight_grad(ctx: Any, left_TN: Tensor, right_TM: Tensor, weight_NM: Tensor) -> Tensor | None:
+def _weight_grad(ctx: Any, x_TI: Tensor, grad_TO: Tensor, weight: Tensor) -> Tensor | None:
     """Gradient of a weight, in its own type; None where it was added to the weight's `.grad` itself."""
-    total_NM, fresh = gradient_of(weight_NM, ctx.summing)
-    if total_NM is None:
-        return product(left_TN.T, right_TM).to(weight_NM.dtype)
-    add_product(total_NM, left_TN.T, right_TM, fresh=fresh)
+    left, right = (x_TI, grad_TO) if ctx.turned else (grad_TO, x_TI)
+    total, fresh = gradient_of(weight, ctx.summing)
+    if total is None:
+        return product(left.T, right).to(weight.dtype)
+    add_product(total, left.T, right, fresh=fresh)
     return None
