@@ -18,6 +18,7 @@ wait cost nothing.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import socket
 import time
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest
+from groupwise.environments.harness import Ending, OutsideHarness
 from groupwise.environments.requests import (
     ChatRequest,
     Refused,
@@ -37,12 +39,11 @@ from groupwise.environments.requests import (
     read_token_request,
     token_answer,
 )
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.utils.http import Handler, Server, is_loopback
 from groupwise.utils.terminal import logger
 
 if TYPE_CHECKING:
-    from groupwise.environments.harness import OutsideHarness
     from groupwise.environments.harness_episodes import HarnessEpisode
 
 log = logger(__name__)
@@ -212,9 +213,9 @@ class _EndpointHandler(Handler):
         session = self._episode(episode)
         request = read_chat_request(self._body)
         rendered = session.render(request)
-        sampled = self._wait(session.draw(rendered.context, request.sampling, rendered, agent=self._agent))
+        sampled = self._wait(session.draw(rendered.context, request, rendered, agent=self._agent))
         answer = chat_answer(request, rendered, sampled, session.respond(request, rendered, sampled), session.codec)
-        return as_stream(answer, usage=request.usage) if request.stream else answer
+        return as_stream(answer, usage=request.stream_options.include_usage) if request.stream else answer
 
     def _claim(self, episode: str | None) -> Any:
         if self.server.episodes is None or episode is not None:
@@ -225,9 +226,11 @@ class _EndpointHandler(Handler):
         if self.server.episodes is None or episode is None:
             raise Refused("no episodes are given away here", HTTPStatus.NOT_FOUND)
         reward, failure = self._body.get("reward"), self._body.get("failure") or ""
-        if isinstance(reward, bool) or not isinstance(reward, int | float | None) or not isinstance(failure, str):
-            raise Refused("reward must be a number or null, failure a string", param="reward")
-        self.server.episodes.report(episode, None if reward is None else float(reward), failure)
+        wrong = isinstance(reward, bool) or not isinstance(reward, int | float | None) or not isinstance(failure, str)
+        if wrong or not math.isfinite(reward or 0.0):
+            raise Refused("reward must be a finite number or null, failure a string", param="reward")
+        ending = EnvironmentFailure(failure) if failure else Ending(None if reward is None else float(reward))
+        self.server.episodes.report(episode, ending)
         return {}
 
     @property

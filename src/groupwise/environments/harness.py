@@ -6,7 +6,6 @@ worth.  It knows nothing of training.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import json
@@ -14,25 +13,22 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
+from groupwise.environments.programs import run_program
 from groupwise.environments.requests import Refused
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.utils import threads
 from groupwise.utils.event_loop import EventLoop
 from groupwise.utils.process_main import described
 from groupwise.utils.processes import Died, Raised, WorkerProcess
 from groupwise.utils.secrets import environment_of_others
 
-Ending = tuple[float | None, str, Mapping[str, tuple[str, float | None]]]
-"""How an episode ended: its reward, None if none can be given; what went wrong, or nothing; and, where the agents of an episode are
-rewarded apart, the agent and the reward of each session (the header X-Session-ID of its requests)."""
-Finished = Callable[[float | None, str, Mapping[str, tuple[str, float | None]]], None]
-"""Called once, with the ending, when a harness has ended."""
 FOREVER = 1e6
 """Seconds; the episode's own limit comes before."""
 CLEANUP = 5.0
@@ -55,14 +51,37 @@ class EpisodeRequest:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a harness says at its end.  Raises EnvironmentFailure for a reward that is no finite number."""
+
+    reward: float | None = None
+    """None where it can give none."""
+    traces: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
+    """Where the agents of an episode are rewarded apart: the agent and the reward of each session (the header X-Session-ID of its
+    requests)."""
+
+    def __post_init__(self) -> None:
+        for reward in (self.reward, *(reward for _, reward in self.traces.values())):
+            if reward is not None and not math.isfinite(reward):
+                raise EnvironmentFailure(f"its reward is {reward}: return a finite number, or None where there is none")
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessRun:
+    """A harness at work in one episode."""
+
+    ending: Future[Ending]
+    """Its end, or what it has failed with."""
+    stop: Callable[[], object] = lambda: None
+    """Breaks it off."""
+
+
 class Harness(Protocol):
     """Runs a program or function that drives an episode, one for each.  It may be used by several threads at once."""
 
-    episodes: OutsideHarness | None
-    """Where processes that somebody else has started ask for episodes."""
-
-    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
-        """Begin an episode and return at once; `finished` may be called before that.  Returns what breaks it off."""
+    def start(self, request: EpisodeRequest) -> HarnessRun:
+        """Begin an episode and return at once."""
         ...
 
     def close(self) -> None:
@@ -70,10 +89,15 @@ class Harness(Protocol):
         ...
 
 
+def failure_of(error: BaseException) -> str:
+    """What a harness has failed with, in words."""
+    if isinstance(error, CancelledError):
+        return "it was broken off"
+    return str(error) if isinstance(error, EnvironmentFailure) else str(Raised(described(error)))
+
+
 class LoopHarness:
     """A harness whose episodes are tasks of one event loop, which starts with the first of them."""
-
-    episodes: OutsideHarness | None = None
 
     def __init__(
         self, name: str, around: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.nullcontext, *, seconds: float
@@ -83,23 +107,12 @@ class LoopHarness:
         self._loop: EventLoop | None = None
         self._lock = threading.Lock()
 
-    def play(self, episode: Coroutine[Any, Any, Ending], finished: Finished) -> Callable[[], None]:
-        """Let an episode run beside the others.  Returns what breaks it off."""
+    def play(self, episode: Coroutine[Any, Any, Ending]) -> HarnessRun:
+        """Let an episode run beside the others."""
         with self._lock:
             loop = self._loop = self._loop or self._make()
-        task = loop.begin(self._played(episode, finished))
-        return lambda: void(task.cancel())
-
-    async def _played(self, episode: Coroutine[Any, Any, Ending], finished: Finished) -> None:
-        try:
-            ending = await episode
-        except asyncio.CancelledError:
-            finished(None, "it was broken off", {})
-            raise
-        except BaseException as error:  # whatever it is, it is this episode's
-            finished(None, str(Raised(described(error))), {})
-        else:
-            finished(*ending)
+        ending = loop.begin(episode)
+        return HarnessRun(ending, ending.cancel)
 
     def close(self) -> None:
         """Stop the event loop; what still runs is broken off, and has a moment to clean up."""
@@ -135,25 +148,15 @@ class FunctionHarness(LoopHarness):
             raise ConfigError(f"the harness {getattr(function, '__name__', function)!r} {wrong}: it may name {', '.join(known)}")
         self.function = function
 
-    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
+    def start(self, request: EpisodeRequest) -> HarnessRun:
         """Call the function: an asynchronous one as a task of the event loop, any other in a thread."""
         arguments = {name: getattr(request, name) for name in self._names}
         if inspect.iscoroutinefunction(self.function):
-            return self.play(self._awaited(arguments), finished)
-
-        def run() -> None:
-            try:
-                reward = reward_of(self.function(**arguments))
-            except BaseException as error:  # whatever it is, it is this episode's
-                finished(None, str(Raised(described(error))), {})
-            else:
-                finished(reward, "", {})
-
-        threads.begin(run, f"harness-{request.id}")
-        return lambda: None
+            return self.play(self._awaited(arguments))
+        return HarnessRun(threads.begin(lambda: Ending(reward_of(self.function(**arguments))), f"harness-{request.id}"))
 
     async def _awaited(self, arguments: Mapping[str, Any]) -> Ending:
-        return reward_of(await self.function(**arguments)), "", {}
+        return Ending(reward_of(await self.function(**arguments)))
 
 
 class ProgramHarness:
@@ -163,8 +166,6 @@ class ProgramHarness:
     prints is the reward, a number or null.  It is ended with all that it has started, also where this process is killed.
     """
 
-    episodes: OutsideHarness | None = None
-
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
         self._lock = threading.Lock()
@@ -173,35 +174,32 @@ class ProgramHarness:
     @staticmethod
     def _start() -> WorkerProcess:
         """The process whose forks start programs, and end with it."""
-        return WorkerProcess("groupwise.environments.programs:serve_programs")
+        return WorkerProcess("functools:partial", run_program)
 
-    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
+    def start(self, request: EpisodeRequest) -> HarnessRun:
         """Start the program and wait for its end in a thread."""
-        names = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": request.api_key, "OPENAI_MODEL": request.model}
-        environment, row = environment_of_others() | names, json.dumps(request.row, default=str)
         with self._lock:
             if not self._process.alive():
                 self._process = self._start()
             fork = self._process.fork()
+        return HarnessRun(threads.begin(lambda: self._run(request, fork), f"harness-{request.id}"), fork.kill)
 
-        def run() -> None:
-            reward, failure = None, ""
-            try:
-                status, printed, errors = fork.call(self.command, environment, row, seconds=FOREVER)
-                if status != 0:
-                    failure = f"it ended with status {status}: {errors.strip()[-2000:]}"
-                else:
-                    reward = reward_of(json.loads(_last_line(printed)))
-            except (Died, Raised, TimeoutError) as error:
-                failure = str(error)
-            except BaseException as error:  # whatever it is, it is this episode's
-                failure = f"its last line is no reward: {error}"
-            finally:
-                fork.kill()
-            finished(reward, failure, {})
-
-        threads.begin(run, f"harness-{request.id}")
-        return fork.kill
+    def _run(self, request: EpisodeRequest, fork: WorkerProcess) -> Ending:
+        names = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": request.api_key, "OPENAI_MODEL": request.model}
+        row = json.dumps(request.row, default=str)
+        try:
+            status, printed, errors = fork.call(self.command, environment_of_others() | names, row, seconds=FOREVER)
+        except (Died, Raised, TimeoutError) as error:
+            raise EnvironmentFailure(str(error)) from error
+        finally:
+            fork.kill()
+        if status != 0:
+            raise EnvironmentFailure(f"it ended with status {status}: {errors.strip()[-2000:]}")
+        last = next((line.strip() for line in reversed(printed.split("\n")) if line.strip()), "")
+        try:
+            return Ending(reward_of(json.loads(last)))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise EnvironmentFailure(f"its last line is no reward: {error}") from error
 
     def close(self) -> None:
         """Kill every program that runs."""
@@ -215,21 +213,14 @@ class OutsideHarness:
     """
 
     def __init__(self) -> None:
-        self.episodes: OutsideHarness | None = self
         self._free: queue.Queue[EpisodeRequest] = queue.Queue()
-        self._lock = threading.Lock()
-        self._known: dict[str, Finished] = {}
+        self._open: dict[str, Future[Ending]] = {}
 
-    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
+    def start(self, request: EpisodeRequest) -> HarnessRun:
         """Queue the episode until a process claims it."""
-        with self._lock:
-            self._known[request.id] = finished
+        ending = self._open[request.id] = Future()
         self._free.put(request)
-        return lambda: self._forget(request.id)
-
-    def _forget(self, name: str) -> None:
-        with self._lock:
-            self._known.pop(name, None)
+        return HarnessRun(ending, lambda: self._open.pop(request.id, None))
 
     def claim(self, seconds: float, there: Callable[[], bool]) -> Mapping[str, Any] | None:
         """The next queued episode, as JSON; None if none comes within so many seconds, or whoever wanted it has hung up.
@@ -244,39 +235,26 @@ class OutsideHarness:
             if not there():
                 self._free.put(request)
                 return None
-            with self._lock:
-                if request.id in self._known:  # it has not been broken off meanwhile
-                    return json.loads(json.dumps(asdict(request), default=str))
+            if request.id in self._open:  # it has not been broken off meanwhile
+                return json.loads(json.dumps(asdict(request), default=str))
 
-    def report(self, episode: str, reward: float | None, failure: str) -> None:
-        """Finish the episode with a reward or a failure.  Raises Refused for one that is over or unknown."""
-        with self._lock:
-            finished = self._known.pop(episode, None)
-        if finished is None:
+    def report(self, episode: str, ending: Ending | EnvironmentFailure) -> None:
+        """Finish the episode.  Raises Refused for one that is over or unknown."""
+        future = self._open.pop(episode, None)
+        if future is None:
             raise Refused("there is no such episode: it is over, or never was one", HTTPStatus.NOT_FOUND, code="episode_over")
-        finished(reward, failure, {})
+        if isinstance(ending, Ending):
+            future.set_result(ending)
+        else:
+            future.set_exception(ending)
 
     def close(self) -> None:
         """Forget the episodes: later reports are refused."""
-        with self._lock:
-            self._known.clear()
-
-
-def void(_: object) -> None:
-    """Discard a value."""
+        self._open.clear()
 
 
 def reward_of(returned: Any) -> float | None:
     """The reward that a harness returned, as a float or None.  Raises TypeError for anything that is not a number."""
-    if returned is None:
-        return None
-    if isinstance(returned, int | float) or hasattr(returned, "__float__"):  # numpy's and torch's numbers too
-        reward = float(returned)
-        if math.isnan(reward):
-            raise TypeError("the reward is NaN: return None where none can be given")
-        return reward
+    if returned is None or isinstance(returned, int | float) or hasattr(returned, "__float__"):  # numpy's and torch's too
+        return None if returned is None else float(returned)
     raise TypeError(f"a harness returns its reward, a number or None; got {returned!r:.80} ({type(returned).__name__})")
-
-
-def _last_line(printed: str) -> str:
-    return next((line.strip() for line in reversed(printed.split("\n")) if line.strip()), "")

@@ -11,7 +11,6 @@ nothing, or changes what it repeats, is rendered from where it differs.
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 import time
@@ -20,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +26,7 @@ import numpy as np
 from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest, recorded
 from groupwise.environments.conversation import NOTHING, Reply, Stream
 from groupwise.environments.endpoint import Endpoint
-from groupwise.environments.harness import EpisodeRequest, Harness
+from groupwise.environments.harness import Ending, EpisodeRequest, Harness, HarnessRun, OutsideHarness, failure_of
 from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, SamplingRequest, message_key
 from groupwise.environments.tool_calls import opens_thinking
 from groupwise.errors import DataError, EnvironmentFailure
@@ -45,8 +43,6 @@ TICK = 0.2
 """Seconds between two looks at the deadlines."""
 HOPELESS = 16
 """Episodes that fail before one succeeds, after which the harness counts as broken."""
-FULL = (Finish.LENGTH, Finish.TURNS)
-"""Ends of an episode that could have gone on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,90 +81,83 @@ class HarnessWorld:
     ) -> None:
         """name: of the environment, in the episodes' records.   host, port, token: see `Endpoint`."""
         self.harness, self.codec, self.limits, self.name = harness, codec, limits, name
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._live: dict[str, HarnessEpisode] = {}
         self._queue: deque[HarnessEpisode] = deque()
-        self._running, self._starting = 0, False
+        """Those whose harness waits for its start."""
+        self._running: set[HarnessEpisode] = set()
         self._succeeded, self._failed = 0, 0
-        self._closed = threading.Event()
+        self._closed = False
         self.endpoint = Endpoint(
-            self._find, name=MODEL, context=limits.context, vocabulary=limits.vocabulary, host=host, port=port, token=token,
-            episodes=harness.episodes,
+            self._live.get, name=MODEL, context=limits.context, vocabulary=limits.vocabulary, host=host, port=port, token=token,
+            episodes=harness if isinstance(harness, OutsideHarness) else None,
         )  # fmt: skip
         self.endpoint.start()
-        threads.begin(self._watch, "episodes")
+        threads.begin(self._run, "episodes")
 
     def begin(self, stream: Stream, *, seed: int) -> HarnessEpisode:
         """An episode; its harness starts when the engine opens it."""
-        conversation = HarnessEpisode(self, stream, seed)
-        with self._lock:
-            self._live[conversation.id] = conversation
-        return conversation
+        episode = HarnessEpisode(self, stream, seed)
+        self._live[episode.id] = episode
+        return episode
 
     def close(self) -> None:
         """Break off every episode, then stop the endpoint."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        with self._lock:
-            live = list(self._live.values())
-            self._queue.clear()
-        for conversation in live:
-            conversation.end(None, Finish.ERROR, "the run was closed")
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify()
+        for episode in list(self._live.values()):
+            episode.end(Finish.ERROR, "the run was closed")
         self.harness.close()
         self.endpoint.close()
 
-    # ---- for conversations ---------------------------------------------------------------------------------------------------
+    def want(self, episode: HarnessEpisode) -> None:
+        """Start the harness of an episode, now or when fewer than the limit run."""
+        with self._changed:
+            self._queue.append(episode)
+            self._changed.notify()
 
-    def want(self, conversation: HarnessEpisode) -> None:
-        """Start the harness of a conversation, now or when fewer than the limit run."""
-        with self._lock:
-            self._queue.append(conversation)
-        self._start_waiting()
+    def ended(self, episode: HarnessEpisode, failure: str | None) -> None:
+        """The episode needs no harness any more.   failure: empty where it succeeded, None where nobody knows."""
+        with self._changed:
+            if episode in self._running:
+                self._running.remove(episode)
+                self._succeeded, self._failed = self._succeeded + (failure == ""), self._failed + bool(failure)
+                self._changed.notify()
+            elif episode in self._queue:
+                self._queue.remove(episode)
+        if failure and not self._closed:
+            log.warning("an episode of %s failed: %s", episode.stream.prompt.id, failure)
 
-    def ended(self, conversation: HarnessEpisode, failure: str | None) -> None:
-        """A harness that ran has ended; failure: None where nobody knows, because it was broken off."""
-        with self._lock:
-            self._running -= 1
-            self._succeeded, self._failed = self._succeeded + (failure == ""), self._failed + bool(failure)
-        if failure and not self._closed.is_set():
-            log.warning("an episode of %s failed: %s", conversation.stream.prompt.id, failure)
-        self._start_waiting()
-
-    def forget(self, conversation: HarnessEpisode) -> None:
-        """Remove a closed conversation: requests for it are refused from now on."""
-        with self._lock:
-            self._live.pop(conversation.id, None)
+    def forget(self, episode: HarnessEpisode) -> None:
+        """Remove a closed episode: requests for it are refused from now on."""
+        self._live.pop(episode.id, None)
 
     def hopeless(self) -> bool:
         """True if so many episodes have failed, and none succeeded, that the run has to end."""
-        with self._lock:
-            return self._failed >= HOPELESS and not self._succeeded
+        return self._failed >= HOPELESS and not self._succeeded
 
-    def _start_waiting(self) -> None:
-        with self._lock:
-            if self._starting:  # another thread does, or this one further up: a harness may end before it has started
-                return
-            self._starting = True
+    def _run(self) -> None:
+        """Start the harnesses that wait, and look at the clocks of those that run."""
+        before = time.monotonic()
         while True:
-            with self._lock:
-                if self._closed.is_set() or not self._queue or self._running >= self.limits.at_once:
-                    self._starting = False
+            with self._changed:
+                if not self._queue or len(self._running) >= self.limits.at_once:
+                    self._changed.wait(TICK)
+                if self._closed:
                     return
-                conversation = self._queue.popleft()
-                self._running += 1
-            conversation.start(self.harness)
-
-    def _find(self, episode: str) -> HarnessEpisode | None:
-        with self._lock:
-            return self._live.get(episode)
-
-    def _watch(self) -> None:
-        while not self._closed.wait(TICK):
-            with self._lock:
-                live = list(self._live.values())
-            for conversation in live:
-                conversation.look(time.monotonic())
+                running = list(self._running)
+                free = min(self.limits.at_once - len(running), len(self._queue))
+                starting = [self._queue.popleft() for _ in range(free)]
+                self._running.update(starting)
+            now = time.monotonic()
+            for episode in running:
+                episode.tick(now - before)
+            before = now
+            for episode in starting:
+                episode.start(self.harness)
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +190,8 @@ class _DrawnTurn:
 class HarnessEpisode:
     """One episode; implements `conversation.Conversation` for the engine, and answers the endpoint's requests.
 
-    Threads of the engine and of the endpoint use it at once: changes are made under its lock, futures are resolved outside of it.
+    At any time either the harness is at work, or its requests wait, or the engine draws a turn for one of them.  Threads of the
+    engine, of the endpoint and of the harness use it at once; all that changes it holds its lock.
     """
 
     def __init__(self, world: HarnessWorld, stream: Stream, seed: int) -> None:
@@ -210,23 +200,21 @@ class HarnessEpisode:
         self.codec = world.codec
         self._lock = threading.RLock()
         self._next: Future[Reply] | None = None
-        """What the engine waits for."""
+        """What the engine waits for; None while it draws."""
         self._waiting: deque[_TurnRequest] = deque()
         self._drawing: _TurnRequest | None = None
         self._drawn: list[_DrawnTurn] = []
         """One of each turn of the stream."""
         self._messages: tuple[Mapping[str, Any], ...] = ()
-        self._over: Finish | None = None
-        self._reward: float | None = None
-        self._rewards: dict[str, tuple[str, float | None]] = {}
-        """The agent and the reward of each session, where agents are rewarded apart."""
-        self._failure = ""
+        self._stop: Callable[[], object] = lambda: None
+        self._spent = 0.0
+        """Seconds that the harness was at work."""
         self._full: Finish | None = None
         """Why a turn was refused: LENGTH, TURNS."""
-        self._stop: Callable[[], None] | None = None
-        self._ran = False
-        self._spent, self._since = 0.0, math.inf
-        """Seconds that the harness took, and when it went to work again."""
+        self._over: Finish | None = None
+        """Why the episode is over; what follows says how."""
+        self._ending = Ending()
+        self._failure = ""
 
     # ---- for the engine ------------------------------------------------------------------------------------------------------
 
@@ -240,40 +228,31 @@ class HarnessEpisode:
     def answer(self) -> Future[Reply]:
         """Give the turn to the request that waits for it; done when the harness asks for its next one."""
         with self._lock:
-            stream, turn = self.stream, self.stream.turns[-1]
-            request, self._drawing = self._drawing, None
-            self._drawn.append(_DrawnTurn(time.monotonic(), "" if request is None else request.agent))
-            if not self._waiting:
-                self._since = time.monotonic()
+            stream, turn, request = self.stream, self.stream.turns[-1], self._drawing
+            assert request is not None
             tokens, logp = stream.tokens[turn.begin : turn.end], stream.logp[turn.begin : turn.end]
-            sampled = SampledTokens(tokens, logp, turn.finish, stream.version[-1] if tokens else 0, len(self._drawn) - 1)
-            following = self._next = Future()
-            resolved = self._advance()
-        if request is not None:
-            request.sampled.set_result(sampled)
-        _resolve(resolved)
+            version = stream.version[-1] if tokens else 0
+            request.sampled.set_result(SampledTokens(tokens, logp, turn.finish, version, len(self._drawn)))
+            self._drawn.append(_DrawnTurn(time.monotonic(), request.agent))
+            self._drawing, self._next = None, (following := Future())
+            self._advance()
         return following
 
     def close(self, finish: Finish) -> Episode:
         """Break the harness off and refuse what it still asks for; the episode as a record."""
-        with self._lock:
-            self._over = self._over or finish
-            self._full = self._full or (finish if finish in FULL else None)
-            left = [*self._waiting, *([self._drawing] if self._drawing is not None else [])]
-            self._waiting.clear()
-            self._drawing, self._next = None, None
-        self._refuse(left)
+        self.end(finish, None)
         self.world.forget(self)
-        self._break_off(None)
         with self._lock:
-            turns = self.stream.turns
+            if self._drawing is not None:
+                self._drawing.sampled.set_exception(self._refusal())
+            self._drawing, self._next, turns = None, None, self.stream.turns
             if self._failure and turns and not turns[-1].answer:
                 turns[-1] = replace(turns[-1], answer=self._failure)
             return Episode(
                 turns=tuple(turns),
                 messages=self._messages,
                 branches=tuple(self.stream.branches),
-                reward=self._reward,
+                reward=self._ending.reward,
                 environment=self.world.name,
                 traces=self._traces(),
             )
@@ -283,83 +262,83 @@ class HarnessEpisode:
         turns: dict[str, list[int]] = {}
         for place, drawn in enumerate(self._drawn):
             turns.setdefault(drawn.agent, []).append(place)
-        named = ((turns.get(session), agent, reward) for session, (agent, reward) in self._rewards.items())
+        named = ((turns.get(session), agent, reward) for session, (agent, reward) in self._ending.traces.items())
         return tuple(Trace(agent=agent, turns=tuple(places), reward=reward) for places, agent, reward in named if places)
 
     # ---- for the harness -----------------------------------------------------------------------------------------------------
 
     def start(self, harness: Harness) -> None:
         """Let the harness run."""
-        with self._lock:
-            self._ran = wanted = self._over is None
-            self._since = time.monotonic()
-        if not wanted:
-            self.world.ended(self, None)
-            return
-        base = f"{self.world.endpoint.url}/episodes/{self.id}/v1"
         request = EpisodeRequest(
             id=self.id,
             row=self.stream.prompt.row,
-            base_url=base,
+            base_url=f"{self.world.endpoint.url}/episodes/{self.id}/v1",
             api_key=self.id,
             model=MODEL,
             index=self.stream.index,
             seed=self.seed,
         )
         try:
-            stop = harness.start(request, self._finished)
+            run = harness.start(request)
         except Exception as error:  # somebody else's code
-            self._finished(None, f"{type(error).__name__}: {error}")
-            return
+            run = HarnessRun(Future())
+            run.ending.set_exception(error)
         with self._lock:
-            self._stop = stop
-            late = self._over is not None
-        if late:
-            stop()
+            self._stop, over = run.stop, self._over is not None
+        if over:
+            run.stop()
+        run.ending.add_done_callback(self._ended)
 
-    def _finished(
-        self, reward: float | None, failure: str, traces: Mapping[str, tuple[str, float | None]] = MappingProxyType({}), /
-    ) -> None:
+    def _ended(self, future: Future[Ending]) -> None:
         """The harness has ended."""
-        for one in (reward, *(value for _, value in traces.values())):
-            if one is not None and not math.isfinite(one):
-                reward, failure, traces = None, f"its reward is {one}, which is no number", {}
+        ending, failure = Ending(), ""
+        try:
+            ending = future.result()
+        except BaseException as error:  # whatever it is, it is this episode's
+            failure = failure_of(error)
         with self._lock:
-            self._rewards = dict(traces) if self._over is None else self._rewards
-            full = self._full
-            turns = self.stream.turns
+            full, turns = self._full, self.stream.turns
             if full is None and turns and turns[-1].finish is Finish.LENGTH and self._room(self.stream.size) < 1:
                 full = Finish.LENGTH
-        self.end(reward, full or (Finish.ERROR if failure else Finish.DONE), "" if full else failure)
+        self.end(full or (Finish.ERROR if failure else Finish.DONE), "" if full else failure, ending)
 
-    def end(self, reward: float | None, finish: Finish, failure: str) -> None:
-        """The episode is over; only the first word counts."""
+    def end(self, finish: Finish, failure: str | None, ending: Ending = Ending()) -> None:  # noqa: B008 - frozen
+        """The episode is over, and its harness is broken off; only the first call counts.
+
+        failure: what the harness has failed with; None: nobody knows, the engine has no use for it.
+        """
         with self._lock:
             if self._over is not None:
                 return
-            self._over, self._reward, self._failure = finish, reward, scrubbed(failure)
-            left = list(self._waiting)
+            self._over, self._failure, self._ending = finish, scrubbed(failure or ""), ending
+            if finish in (Finish.LENGTH, Finish.TURNS):
+                self._full = finish
+            for request in self._waiting:
+                if request.sampled.set_running_or_notify_cancel():
+                    request.sampled.set_exception(self._refusal())
             self._waiting.clear()
-        self._refuse(left)
-        self._break_off(self._failure)
+            stop = self._stop
+        stop()
+        self.world.ended(self, failure and self._failure)
         with self._lock:
-            resolved = self._advance()
-        _resolve(resolved)
+            self._advance()
 
-    def look(self, now: float) -> None:
-        """End it if the harness has taken too long."""
+    def tick(self, seconds: float) -> None:
+        """So much time has gone by: end the episode if the harness has taken too long."""
         with self._lock:
-            at_work = self._ran and self._over is None and self._drawing is None and not self._waiting
-            late = at_work and self._spent + now - self._since > self.world.limits.seconds
-        if late:
-            self.end(None, Finish.DEADLINE, f"the harness took more than {self.world.limits.seconds:g} s")
+            if self._drawing is None and not self._waiting:
+                self._spent += seconds
+        if self._spent > self.world.limits.seconds:
+            self.end(Finish.DEADLINE, f"the harness took more than {self.world.limits.seconds:g} s")
+
+    # ---- for the endpoint ----------------------------------------------------------------------------------------------------
 
     def render(self, request: ChatRequest) -> RenderedRequest:
         """What the next turn is drawn behind.
 
         Raises Refused for sampling that differs from the run's, and where the chat template has no text for the conversation.
         """
-        request.sampling.check_against(self.world.limits.sampling)
+        request.check_against(self.world.limits.sampling)
         after = self._recognised(request)
         if after is not None:
             new, ids = request.messages[len(self._drawn[after].keys) :], self.stream.through(self.stream.turns[after])
@@ -399,11 +378,8 @@ class HarnessEpisode:
         with self._lock:
             if self._over is not None:
                 raise self._refusal()
-            if self._drawing is None and not self._waiting:
-                self._spent += time.monotonic() - self._since
             self._waiting.append(request)
-            resolved = self._advance()
-        _resolve(resolved)
+            self._advance()
         return request.sampled
 
     def respond(self, request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens) -> ChatResponse:
@@ -423,16 +399,18 @@ class HarnessEpisode:
 
     # ---- inside; the lock is held --------------------------------------------------------------------------------------------
 
-    def _advance(self) -> tuple[Future[Reply], Reply | EnvironmentFailure] | None:
-        """The engine's future and what to resolve it with; None while there is nothing to continue with."""
+    def _advance(self) -> None:
+        """Answer the engine, if it waits and there is something to continue with."""
         if self._next is None:
-            return None
-        reply: Reply | EnvironmentFailure | None = None
+            return
         if self._over is not None:
-            reply = Reply(NOTHING, finish=self._over)
+            following, self._next = self._next, None
             if self._failure and self.world.hopeless():
-                reply = EnvironmentFailure(f"the first {HOPELESS} episodes failed, the last one so: {self._failure}")
-        while reply is None and self._waiting:
+                why = f"the first {HOPELESS} episodes failed, the last one so: {self._failure}"
+                following.set_exception(EnvironmentFailure(why))
+            else:
+                following.set_result(Reply(NOTHING, finish=self._over))
+        while self._next is not None and self._waiting:
             request = self._waiting.popleft()
             if not request.sampled.set_running_or_notify_cancel():
                 continue
@@ -441,13 +419,8 @@ class HarnessEpisode:
             except Refused as refused:
                 request.sampled.set_exception(refused)
                 continue
-            self._drawing = request
-        if reply is None:
-            if not self._waiting and self._drawing is None:
-                self._since = time.monotonic()
-            return None
-        following, self._next = self._next, None
-        return following, reply
+            self._drawing, following, self._next = request, self._next, None
+            following.set_result(reply)
 
     def _reply(self, request: _TurnRequest) -> Reply:
         """The reply with which the engine continues for a request.  Raises Refused where there is no room for a turn."""
@@ -487,19 +460,16 @@ class HarnessEpisode:
         if rendered is None:
             turns[which] = replace(turn, seconds=seconds, answer=self.codec.decode(new))
             return
-        results = {message.get("tool_call_id"): str(message["content"]) for message in rendered.new_messages
-                   if message["role"] == "tool"}  # fmt: skip
+        texts = {message.get("tool_call_id"): str(message["content"]) for message in rendered.new_messages}
         turns[which] = replace(
             turn,
             seconds=seconds,
             answer="\n".join(str(message["content"]) for message in rendered.new_messages),
             calls=tuple(
-                replace(call, result=results.get(name, call.result), seconds=seconds)
+                replace(call, result=texts.get(name, call.result), seconds=seconds)
                 for name, call in zip(drawn.call_ids, turn.calls, strict=True)
             ),
         )
-
-    # ---- inside --------------------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refused:
         if self._full is Finish.TURNS:
@@ -509,28 +479,3 @@ class HarnessEpisode:
         if self._full is Finish.LENGTH:
             return Refused("the episode has no room for another turn", code="context_length_exceeded")
         return Refused(f"the episode is over: {self._over}", HTTPStatus.GONE, code="episode_over")
-
-    def _refuse(self, requests: Sequence[_TurnRequest]) -> None:
-        for request in requests:
-            if request.sampled.running() or request.sampled.set_running_or_notify_cancel():
-                request.sampled.set_exception(self._refusal())
-
-    def _break_off(self, failure: str | None) -> None:
-        """Stop the harness; the next one that waits may start."""
-        with self._lock:
-            ran, self._ran = self._ran, False
-            stop = self._stop
-        if ran:
-            if stop is not None:
-                stop()
-            self.world.ended(self, failure)
-
-
-def _resolve(resolved: tuple[Future[Reply], Reply | EnvironmentFailure] | None) -> None:
-    if resolved is None:
-        return
-    future, reply = resolved
-    if isinstance(reply, EnvironmentFailure):
-        future.set_exception(reply)
-    else:
-        future.set_result(reply)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from groupwise.utils import threads
 
 KEPT = 1 << 16
 """Bytes that are kept of the end of what a program prints."""
-
-
-def serve_programs() -> Callable[..., Any]:
-    """In a process: runs the program that a request names."""
-    return run_program
 
 
 def run_program(command: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str, str]:
@@ -22,26 +18,21 @@ def run_program(command: Sequence[str], environment: Mapping[str, str], text: st
     pipe = subprocess.PIPE
     program = subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe)
     assert program.stdin is not None
-    ends = [_End(stream) for stream in (program.stdout, program.stderr) if stream is not None]
+    ends = [(bytearray(), stream) for stream in (program.stdout, program.stderr) if stream is not None]
+    reading = [threads.begin(lambda one=one: _read(*one), "output of a program") for one in ends]
     with contextlib.suppress(BrokenPipeError):  # it does not read all of it
         program.stdin.write(text.encode())
         program.stdin.close()
     status = program.wait()
-    for end in ends:
-        end.join(1.0)  # something that it has started may still hold the pipe
-    printed, errors = (bytes(end.data).decode(errors="replace") for end in ends)
+    for one in reading:
+        with contextlib.suppress(TimeoutError):  # something that it has started may still hold the pipe
+            one.exception(1.0)
+    printed, errors = (bytes(end).decode(errors="replace") for end, _ in ends)
     return status, printed, errors
 
 
-class _End(threading.Thread):
-    """Reads a stream and keeps its end."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(daemon=True)
-        self._stream, self.data = stream, bytearray()
-        self.start()
-
-    def run(self) -> None:
-        while data := self._stream.read1(1 << 16):  # type: ignore[attr-defined]
-            self.data += data
-            del self.data[:-KEPT]
+def _read(end: bytearray, stream: IO[bytes]) -> None:
+    """Read a stream, and keep its end."""
+    while data := stream.read1(1 << 16):  # type: ignore[attr-defined]
+        end += data
+        del end[:-KEPT]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -33,30 +34,6 @@ class Refused(Exception):
         """As OpenAI's servers write it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code or None}}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ChatRequest:
-    """The next turn of a conversation."""
-
-    messages: tuple[Mapping[str, Any], ...]
-    """As a chat template takes them: text in `content`, arguments of calls as objects."""
-    keys: tuple[str, ...]
-    """What tells the messages apart, one for each; see `message_key`."""
-    sampling: SamplingRequest
-    model: str
-    tools: Sequence[Mapping[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template."""
-    logprobs: bool = False
-    stream: bool = False
-    usage: bool = True
-    """Of a stream: whether its last event tells how many tokens there were."""
-
-    @property
-    def setting(self) -> str:
-        """Names tools and variables: conversations that differ there do not go on from each other."""
-        return json.dumps([self.tools, self.variables], sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +207,9 @@ class _StreamPart(_Part):
     include_usage: bool = False
 
 
-class _ChatBody(SamplingRequest):
+class ChatRequest(SamplingRequest):
+    """The next turn of a conversation: the body of `POST /v1/chat/completions`."""
+
     harmless = SamplingRequest.harmless | {
         *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
     }
@@ -243,19 +222,45 @@ class _ChatBody(SamplingRequest):
         "top_logprobs": (0,),
     }
 
-    messages: Annotated[list[_MessagePart], Field(min_length=1)]
-    tools: list[Annotated[dict[str, Any], AfterValidator(_tool)]] = []
-    chat_template_kwargs: dict[str, Any] = {}
+    parts: Annotated[list[_MessagePart], Field(alias="messages", min_length=1)]
+    tools: list[Annotated[dict[str, Any], AfterValidator(_tool)]] | None = None
+    variables: Annotated[dict[str, Any], Field(alias="chat_template_kwargs")] = {}
+    """Further variables of the chat template."""
     logprobs: bool = False
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    model: Any = ""
+    model: Annotated[str, BeforeValidator(str)] = ""
     stream: bool = False
     stream_options: _StreamPart = _StreamPart()
 
     @model_validator(mode="after")
-    def _with_one_limit(self) -> _ChatBody:
+    def _in_one_form(self) -> ChatRequest:
         self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        self.tools = self.tools or None
         return self
+
+    @cached_property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        """As chat templates want them: text in `content`, arguments of calls as objects, with a tool's result the tool's name."""
+        messages = [part.model_dump(exclude_none=True) for part in self.parts]
+        names: dict[str, str] = {}
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                names[call["id"]] = call["function"]["name"]
+                call["function"]["arguments"] = _object(call["function"]["arguments"])
+        for message in messages:
+            if message["role"] == "tool" and "name" not in message and (call := message.get("tool_call_id")) in names:
+                message["name"] = names[call]
+        return tuple(messages)
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """What tells the messages apart, one for each; see `message_key`."""
+        return tuple(map(message_key, self.messages))
+
+    @property
+    def setting(self) -> str:
+        """Names tools and variables: conversations that differ there do not go on from each other."""
+        return json.dumps([self.tools, self.variables], sort_keys=True)
 
 
 Form = TypeVar("Form", bound=_Body)
@@ -332,20 +337,7 @@ def token_answer(name: str, sampled: SampledTokens) -> dict[str, Any]:
 
 def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """The body of `POST /v1/chat/completions`.  Raises Refused for what cannot be done as it is requested."""
-    read = _read(_ChatBody, body)
-    messages = [message.model_dump(exclude_none=True) for message in read.messages]
-    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
-    return ChatRequest(
-        messages=tuple(_for_template(message, names) for message in messages),
-        keys=tuple(message_key(message) for message in messages),
-        sampling=read,
-        model=str(read.model),
-        tools=read.tools or None,
-        variables=read.chat_template_kwargs,
-        logprobs=read.logprobs,
-        stream=read.stream,
-        usage=read.stream_options.include_usage,
-    )
+    return _read(ChatRequest, body)
 
 
 def message_key(message: Mapping[str, Any]) -> str:
@@ -360,22 +352,10 @@ def message_key(message: Mapping[str, Any]) -> str:
     return json.dumps([message["role"], message.get("content") or "", calls, message.get("tool_call_id")], sort_keys=True)
 
 
-def _for_template(message: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A message as chat templates want it: arguments as objects, and with a tool's result the tool's name."""
-    shown = dict(message)
-    if "tool_calls" in shown:
-        shown["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
-            for call in shown["tool_calls"]
-        ]
-    if shown["role"] == "tool" and "name" not in shown and (name := names.get(shown.get("tool_call_id", ""))) is not None:
-        shown["name"] = name
-    return shown
-
-
-def _object(arguments: str) -> Any:
+def _object(arguments: Any) -> Any:
+    """Arguments of a call as an object; as they are, if they are the JSON of none."""
     try:
-        value = json.loads(arguments)
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from groupwise.environments.harness import Ending, EpisodeRequest, Finished, LoopHarness
-from groupwise.errors import ConfigError
+from groupwise.environments.harness import Ending, EpisodeRequest, HarnessRun, LoopHarness
+from groupwise.errors import ConfigError, EnvironmentFailure
 
 CHAT = "groupwise_chat"
 """The id of our harness, among verifiers' plug-ins."""
@@ -58,14 +58,14 @@ class VerifiersHarness(LoopHarness):
             raise ConfigError(f"environment.verifiers {self.name!r}: its tasks cannot be read: {error}") from error
         return [{"prompt": task.data.prompt_text or self.name, "task": place} for place, task in enumerate(self._tasks)]
 
-    def start(self, request: EpisodeRequest, finished: Finished) -> Callable[[], None]:
+    def start(self, request: EpisodeRequest) -> HarnessRun:
         """Play the task of the row on the event loop.  Raises ValueError for a row of another taskset."""
         place = request.row.get("task")
         if not isinstance(place, int) or not 0 <= place < len(self._tasks):
             raise ValueError(
                 f"the column task holds {place!r}: the rows must be those of the taskset, which has {len(self._tasks)}"
             )
-        return self.play(self._ending(self._tasks[place], request), finished)
+        return self.play(self._ending(self._tasks[place], request))
 
     async def _ending(self, task: Any, request: EpisodeRequest) -> Ending:
         vf = _library()
@@ -80,14 +80,14 @@ class VerifiersHarness(LoopHarness):
 
 
 def worth(episode: Any) -> Ending:
-    """The reward of an episode of verifiers, the mean of its trainable traces', what went wrong, or nothing, and of several traces
-    the agent and the reward of each that is trained (verifiers names a trace in the header X-Session-ID)."""
+    """The reward of an episode of verifiers, the mean of its trainable traces', and of several traces the agent and the reward of
+    each that is trained (verifiers names a trace in the header X-Session-ID).   Raises EnvironmentFailure for one that failed."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        return None, f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers gives no reason", {}
+        raise EnvironmentFailure(f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers gives no reason")
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     apart = {trace.id: (trace.agent.name, float(trace.reward)) for trace in traces} if len(episode.traces) > 1 else {}
-    return (sum(trace.reward for trace in traces) / len(traces) if traces else None), "", apart
+    return Ending(sum(trace.reward for trace in traces) / len(traces) if traces else None, apart)
 
 
 def _roles(name: str, environment: str) -> list[str]:

@@ -20,10 +20,11 @@ import pytest
 from groupwise.data.rendering import Chat, render_chats
 from groupwise.environments import harness_episodes
 from groupwise.environments.conversation import Stream
-from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
+from groupwise.environments.harness import Ending, FunctionHarness, HarnessRun, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish, Prompt, Sampling, Trace
 from groupwise.runs.environments import recipe_of_environment, world_lines
+from groupwise.utils import threads
 from groupwise.utils.processes import Pool
 
 from .conftest import ADD, WAIT, play
@@ -322,10 +323,10 @@ def test_a_harness_that_never_returns_meets_its_deadline_and_others_finish(world
         return 1
 
     world, played = worlds(harness, seconds=8.0), {}
-    threads = [threading.Thread(target=lambda i=i: played.update({i: play(world, a_prompt, says("a"), index=i)})) for i in range(4)]
-    for thread in threads:
+    players = [threading.Thread(target=lambda i=i: played.update({i: play(world, a_prompt, says("a"), index=i)})) for i in range(4)]
+    for thread in players:
         thread.start()
-    for thread in threads:
+    for thread in players:
         thread.join(WAIT)
     held.set()
     assert [played[i].finish for i in range(4)] == [Finish.DEADLINE] + [Finish.DONE] * 3
@@ -376,10 +377,10 @@ def test_at_most_so_many_harnesses_run(worlds, says, a_prompt):
         return 1
 
     world = worlds(harness, at_once=2)
-    threads = [threading.Thread(target=lambda i=i: play(world, a_prompt, says("a"), index=i)) for i in range(6)]
-    for thread in threads:
+    players = [threading.Thread(target=lambda i=i: play(world, a_prompt, says("a"), index=i)) for i in range(6)]
+    for thread in players:
         thread.start()
-    for thread in threads:
+    for thread in players:
         thread.join(WAIT)
         assert not thread.is_alive()
     assert most[0] <= 2
@@ -435,9 +436,7 @@ def test_agents_that_are_rewarded_apart_have_traces_of_their_own(worlds, says, a
     """Told apart by the header X-Session-ID, as verifiers sends it; a reward whose agent asked for nothing is left out."""
 
     class TwoPlayers:
-        episodes = None
-
-        def start(self, request, finished):
+        def start(self, request):
             def run():
                 for player in ("id1", "id2", "id1", ""):
                     body = {"messages": [{"role": "user", "content": f"You are {player}."}]}
@@ -445,10 +444,9 @@ def test_agents_that_are_rewarded_apart_have_traces_of_their_own(worlds, says, a
                         f"{request.base_url}/chat/completions", json=body, headers={"X-Session-ID": player}, timeout=WAIT
                     )
                     assert asked.status_code == 200
-                finished(0.0, "", {"id1": ("first", 1.0), "id2": ("second", -1.0), "id3": ("third", 0.5)})
+                return Ending(0.0, {"id1": ("first", 1.0), "id2": ("second", -1.0), "id3": ("third", 0.5)})
 
-            threading.Thread(target=run, daemon=True).start()
-            return lambda: None
+            return HarnessRun(threads.begin(run, "players"))
 
         def close(self):
             pass
@@ -501,7 +499,7 @@ from groupwise.environments.conversation import Stream
 from groupwise.environments.harness import EpisodeRequest, ProgramHarness
 harness = ProgramHarness([sys.executable, *sys.argv[1:]])
 request = EpisodeRequest(id="1", row={}, base_url="", api_key="", model="", index=0, seed=0)
-harness.start(request, print)
+harness.start(request)
 time.sleep(3600)
 """
     run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "agent.py"), str(tmp_path / "pids")])
