@@ -265,7 +265,7 @@ def test_whole_numbers_are_integers_wherever_one_is_asked_for() -> None:
     number, integer = {"type": "number"}, {"type": "integer"}
     parameters = {
         "plain": integer, "either": {"type": ["integer", "null"]}, "both": {"type": ["integer", "number"]}, "float": number,
-        "any": {"anyOf": [{"type": "string"}, integer]}, "first": {"prefixItems": [integer]}, "all": {"items": integer},
+        "any": {"anyOf": [{"type": "string"}, integer]}, "first": {"prefixItems": [integer, number]}, "all": {"items": integer},
         "by_name": {"additionalProperties": integer}, "inside": {"properties": {"n": integer}},
     }  # fmt: skip
     given = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.environments.schemas import schema_of, wrong_arguments
+from groupwise.environments.schemas import schema_of, typed
 from groupwise.environments.tool_calls import BrokenCall, ParsedCall, ParsedTurn, form_of, read_turn
 from groupwise.errors import ConfigError
 
@@ -172,7 +172,7 @@ def test_an_xml_value_of_a_union_is_read_as_a_tool_takes_it(key, text, value):
     schema = schema_of(_unions, "f")
     (call,) = read_turn(xml("f", {"a": "1", "b": "1", key: text}), "xml", tools=[schema]).calls
     assert call.arguments[key] == value and type(call.arguments[key]) is type(value)
-    assert wrong_arguments(schema, call.arguments) is None
+    assert typed(schema, call.arguments) == call.arguments
 
 
 def test_an_xml_value_of_a_schema_of_pydantic_is_read():

@@ -26,7 +26,6 @@ from groupwise.config.live_objects import Live
 from groupwise.environments import runtime, tool_episodes
 from groupwise.environments.instance import Instance
 from groupwise.environments.runtime import ToolResult
-from groupwise.environments.side_by_side import CallLoop
 from groupwise.environments.tool_episodes import truncated
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
@@ -264,14 +263,15 @@ def test_asynchronous_calls_are_answered_as_soon_as_those_before_them() -> None:
     """Also beside one that takes no notice of its deadline: what is before it keeps its result."""
     gate = asyncio.Event()
 
-    async def answered() -> dict[str, Any]:
-        return {"result": "1"}
+    async def answered() -> str:
+        return "1"
 
-    async def waits() -> dict[str, Any]:
+    async def waits() -> str:
         await gate.wait()
-        return {"result": "2"}
+        return "2"
 
-    answers = iter(CallLoop().side_by_side([answered, waits], 60.0))
+    instance = Instance({"answered": answered, "waits": waits}, None, {})
+    answers = iter(instance.call([("answered", {}), ("waits", {})], 60.0))
     assert next(answers) == {"result": "1"}
     gate.set()
     assert list(answers) == [{"result": "2"}]

@@ -152,7 +152,7 @@ def test_a_link_out_of_the_folder_is_only_a_damaged_step(viewer: Start, made, tm
 
 def test_a_taken_port_is_an_error_that_says_what_to_do(viewer: Start, run_folder: Path) -> None:
     own = viewer(run_folder)
-    with pytest.raises(ConfigError, match="--port"):
+    with pytest.raises(ConfigError, match="another port"):
         Viewer(Pages(open_sources([run_folder])), own.port)
 
 

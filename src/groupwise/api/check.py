@@ -243,7 +243,7 @@ def _procedural(recipe: Recipe) -> Iterator[Finding]:
     given = recipe.environment
     if given.reasoning_gym is not None:
         _, health = rows_of(given.reasoning_gym, given.args, ENTRIES, recipe.seed)
-        good = False if health.unearned + health.answerless == ENTRIES else None if health.suspicious else True
+        good = False if not health.believable else None if health.faults else True
         yield Finding("scorer", good, f"{given.reasoning_gym}: {health}")
 
 
@@ -266,10 +266,10 @@ def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Itera
             said = environment.reset(prompt.row, seed=recipe.seed, seconds=seconds)
             says = f"{name}: reset() says {said!r:.80}" if said else f"{name}: reset() says nothing"
             if kind.steps:
-                stepped = environment.step("", seconds=seconds)
-                says += f"; to an empty turn it answers {stepped.observation!r:.80}, reward {stepped.reward}, done {stepped.done}"
-            ended = environment.end(True, seconds=seconds)
-            says += f"; reward of an episode without actions: {ended.reward}" if not kind.steps and kind.rewarded else ""
+                observation, reward, done = environment.step("", seconds=seconds)
+                says += f"; to an empty turn it answers {observation!r:.80}, reward {reward}, done {done}"
+            reward, _ = environment.end(True, seconds=seconds)
+            says += f"; reward of an episode without actions: {reward}" if not kind.steps and kind.rewarded else ""
             yield Finding("environment", True, f"{says} ({time.monotonic() - began:.2f} s)")
         except EnvironmentBroken as broken:
             yield Finding("environment", False, f"{name}: {broken}")

@@ -31,27 +31,13 @@ SETTINGS = 64
 """Sets of tools whose turns are kept at hand."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RenderedRequest:
-    """A chat request as the token ids that its turn is drawn behind."""
-
-    context: np.ndarray
-    """int64 (c,): what the next turn is drawn behind."""
-    thinking: bool
-    """True if it ends inside a think block."""
-    new_messages: tuple[Mapping[str, Any], ...]
-    """The messages behind the last one that was recognised; all, where none was."""
-    after: int | None
-    """Number of the turn that was recognised."""
-
-
 @dataclass(frozen=True, slots=True)
 class ChatResponse:
     """A turn of the policy as the message that a client gets."""
 
     message: Mapping[str, Any]
     """With arguments of calls as JSON text, as OpenAI has them."""
-    parsed: ParsedTurn
+    calls: Sequence[ParsedCall | BrokenCall]
     finish_reason: str
     """`stop`, `tool_calls` or `length`."""
 
@@ -161,7 +147,7 @@ class ChatCodec:
         (message,) = with_arguments([parsed.message()], as_text=True)
         message = {**message, "content": parsed.written or (None if calls else "")}
         reason = "tool_calls" if calls else "length" if sampled.finish is Finish.LENGTH else "stop"
-        return ChatResponse(message, parsed, reason)
+        return ChatResponse(message, parsed.calls, reason)
 
 
 def recorded(call: ParsedCall | BrokenCall, result: str = "", seconds: float = 0.0, failure: str = "") -> ToolCall:

@@ -29,12 +29,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest
+from groupwise.environments.chat_codec import ChatCodec, ChatResponse
 from groupwise.environments.harness import Ending, OutsideHarness
 from groupwise.environments.requests import (
     ChatRequest,
     Refused,
     SampledTokens,
+    TurnRequest,
     read_chat_request,
     read_token_request,
     token_answer,
@@ -206,15 +207,16 @@ class _EndpointHandler(Handler):
     def _generate(self, episode: str | None) -> Any:
         session = self._episode(episode)
         context, sampling = read_token_request(self._body, vocabulary=self.server.vocabulary, eos_ids=session.codec.eos_ids)
-        sampled = self._wait(session.draw(context, sampling, agent=self._agent))
+        sampled = self._wait(session.draw(TurnRequest(context, sampling, self._agent)))
         return token_answer(f"generate-{secrets.token_hex(8)}", sampled)
 
     def _chat(self, episode: str | None) -> Any:
         session = self._episode(episode)
         request = read_chat_request(self._body)
-        rendered = session.render(request)
-        sampled = self._wait(session.draw(rendered.context, request, rendered, agent=self._agent))
-        answer = chat_answer(request, rendered, sampled, session.respond(request, rendered, sampled), session.codec)
+        turn = session.render(request, self._agent)
+        sampled = self._wait(session.draw(turn))
+        response = session.respond(request, turn.thinking, sampled)
+        answer = chat_answer(request, int(turn.context.size), sampled, response, session.codec)
         return as_stream(answer, usage=request.stream_options.include_usage) if request.stream else answer
 
     def _claim(self, episode: str | None) -> Any:
@@ -289,9 +291,11 @@ def _no_number(name: str) -> Any:
 
 
 def chat_answer(
-    request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens, response: ChatResponse, codec: ChatCodec
+    request: ChatRequest, context: int, sampled: SampledTokens, response: ChatResponse, codec: ChatCodec
 ) -> dict[str, Any]:
-    """What `POST /v1/chat/completions` answers.  Log-probs are of all tokens, those of a stop string among them."""
+    """What `POST /v1/chat/completions` answers.  Log-probs are of all tokens, those of a stop string among them.
+
+    context: tokens that the turn was drawn behind."""
     choice: dict[str, Any] = {
         "index": 0,
         "message": dict(response.message),
@@ -304,7 +308,7 @@ def chat_answer(
             text = codec.decode([token])
             entries.append({"token": text, "logprob": float(logp), "bytes": list(text.encode()), "top_logprobs": []})
         choice["logprobs"] = {"content": entries, "refusal": None}
-    context, written = int(rendered.context.size), len(sampled.tokens)
+    written = len(sampled.tokens)
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",

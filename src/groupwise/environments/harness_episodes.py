@@ -17,17 +17,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Literal
 
 import numpy as np
 
-from groupwise.environments.chat_codec import ChatCodec, ChatResponse, RenderedRequest, recorded
+from groupwise.environments.chat_codec import ChatCodec, ChatResponse, recorded
 from groupwise.environments.conversation import NOTHING, Reply, Stream
 from groupwise.environments.endpoint import Endpoint
 from groupwise.environments.harness import Ending, EpisodeRequest, Harness, HarnessRun, OutsideHarness, failure_of
-from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, SamplingRequest, message_key
+from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, TurnRequest, message_key
 from groupwise.environments.tool_calls import opens_thinking
 from groupwise.errors import DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Sampling, Trace
@@ -161,17 +161,6 @@ class HarnessWorld:
 
 
 @dataclass(slots=True, eq=False)
-class _TurnRequest:
-    """A turn that the harness waits for."""
-
-    context: np.ndarray
-    sampling: SamplingRequest
-    rendered: RenderedRequest | None
-    agent: str
-    sampled: Future[SampledTokens] = field(default_factory=Future)
-
-
-@dataclass(slots=True, eq=False)
 class _DrawnTurn:
     """A turn that was drawn, beside its record in the stream."""
 
@@ -201,8 +190,8 @@ class HarnessEpisode:
         self._lock = threading.RLock()
         self._next: Future[Reply] | None = None
         """What the engine waits for; None while it draws."""
-        self._waiting: deque[_TurnRequest] = deque()
-        self._drawing: _TurnRequest | None = None
+        self._waiting: deque[TurnRequest] = deque()
+        self._drawing: TurnRequest | None = None
         self._drawn: list[_DrawnTurn] = []
         """One of each turn of the stream."""
         self._messages: tuple[Mapping[str, Any], ...] = ()
@@ -333,8 +322,8 @@ class HarnessEpisode:
 
     # ---- for the endpoint ----------------------------------------------------------------------------------------------------
 
-    def render(self, request: ChatRequest) -> RenderedRequest:
-        """What the next turn is drawn behind.
+    def render(self, request: ChatRequest, agent: str) -> TurnRequest:
+        """The turn that a chat request asks for.
 
         Raises Refused for sampling that differs from the run's, and where the chat template has no text for the conversation.
         """
@@ -351,9 +340,9 @@ class HarnessEpisode:
                 if self.world.limits.past == "split":
                     whole, text = self.codec.render(request)
                     ids = ids if text == self.codec.decode(ids) else whole
-                return RenderedRequest(ids, opens_thinking(text), new, after)
+                return TurnRequest(ids, request, agent, opens_thinking(text), new, after)
         tokens, text = self.codec.render(request)
-        return RenderedRequest(tokens, opens_thinking(text), request.messages, None)
+        return TurnRequest(tokens, request, agent, opens_thinking(text), request.messages)
 
     def _recognised(self, request: ChatRequest) -> int | None:
         """The turn that reaches furthest into the request, with messages behind it; of equal ones the latest."""
@@ -365,16 +354,12 @@ class HarnessEpisode:
                 reach, best = length, number
         return best
 
-    def draw(
-        self, context: np.ndarray, sampling: SamplingRequest, rendered: RenderedRequest | None = None, *, agent: str = ""
-    ) -> Future[SampledTokens]:
-        """Queue the request for the engine; the turn behind these ids, which may fail with Refused.
+    def draw(self, request: TurnRequest) -> Future[SampledTokens]:
+        """Queue a request for the engine; its turn, which may fail with Refused.
 
-        rendered: of a chat request.   agent: the agent of the episode that sends it, where several share it.
         Raises Refused for other sampling than the run's, or an episode that is over.
         """
-        sampling.check_against(self.world.limits.sampling)
-        request = _TurnRequest(context, sampling, rendered, agent)
+        request.sampling.check_against(self.world.limits.sampling)
         with self._lock:
             if self._over is not None:
                 raise self._refusal()
@@ -382,17 +367,17 @@ class HarnessEpisode:
             self._advance()
         return request.sampled
 
-    def respond(self, request: ChatRequest, rendered: RenderedRequest, sampled: SampledTokens) -> ChatResponse:
+    def respond(self, request: ChatRequest, thinking: bool, sampled: SampledTokens) -> ChatResponse:
         """The turn as a message, which is from now on recognised, with its calls noted for the record."""
-        response = self.codec.read(sampled, request, rendered.thinking, self.world.limits.sampling.stop)
+        response = self.codec.read(sampled, request, thinking, self.world.limits.sampling.stop)
         with self._lock:
-            calls, turn, drawn = response.parsed.calls, self.stream.turns[sampled.turn], self._drawn[sampled.turn]
-            drawn.call_ids, drawn.setting = [call.id for call in calls], request.setting
+            turn, drawn = self.stream.turns[sampled.turn], self._drawn[sampled.turn]
+            drawn.call_ids, drawn.setting = [call.id for call in response.calls], request.setting
             drawn.keys = (*request.keys, message_key(response.message))
             self.stream.turns[sampled.turn] = replace(
                 turn,
-                finish=Finish.TOOL_CALLS if calls and turn.finish is not Finish.LENGTH else turn.finish,
-                calls=tuple(map(recorded, calls)),
+                finish=Finish.TOOL_CALLS if response.calls and turn.finish is not Finish.LENGTH else turn.finish,
+                calls=tuple(map(recorded, response.calls)),
             )
             self._messages = (*request.messages, response.message)
         return response
@@ -422,7 +407,7 @@ class HarnessEpisode:
             self._drawing, following, self._next = request, self._next, None
             following.set_result(reply)
 
-    def _reply(self, request: _TurnRequest) -> Reply:
+    def _reply(self, request: TurnRequest) -> Reply:
         """The reply with which the engine continues for a request.  Raises Refused where there is no room for a turn."""
         context, stream, limits, first = request.context, self.stream.ids(), self.world.limits, not self.stream.turns
         follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
@@ -449,22 +434,19 @@ class HarnessEpisode:
         limits = self.world.limits
         return min(limits.sampling.max_new_tokens - len(self.stream.tokens) - new, limits.context - context)
 
-    def _note_answer(self, request: _TurnRequest, new: np.ndarray) -> None:
+    def _note_answer(self, request: TurnRequest, new: np.ndarray) -> None:
         """Record the messages that answered the last turn."""
-        rendered, turns = request.rendered, self.stream.turns
-        which = len(turns) - 1 if rendered is None else rendered.after
+        messages, turns = request.new_messages, self.stream.turns
+        which = len(turns) - 1 if messages is None else request.after
         if which is None or which < 0 or turns[which].answer:  # the harness continues from it a second time
             return
         turn, drawn = turns[which], self._drawn[which]
         seconds = time.monotonic() - drawn.at
-        if rendered is None:
-            turns[which] = replace(turn, seconds=seconds, answer=self.codec.decode(new))
-            return
-        texts = {message.get("tool_call_id"): str(message["content"]) for message in rendered.new_messages}
+        texts = {message.get("tool_call_id"): str(message["content"]) for message in messages or ()}
         turns[which] = replace(
             turn,
             seconds=seconds,
-            answer="\n".join(str(message["content"]) for message in rendered.new_messages),
+            answer=self.codec.decode(new) if messages is None else "\n".join(str(message["content"]) for message in messages),
             calls=tuple(
                 replace(call, result=texts.get(name, call.result), seconds=seconds)
                 for name, call in zip(drawn.call_ids, turn.calls, strict=True)

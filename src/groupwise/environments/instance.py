@@ -1,6 +1,7 @@
 """Tools and environments on the side where they run: in a worker process (`runtime.py`), or in a thread of this one.
 
-It imports little: every worker process starts with it.  Requests come as tuples, answers are plain values that JSON holds.
+It imports little: every worker process starts with it, and to import asyncio takes as long as the rest of that start.  Requests
+come as tuples, answers are plain values that JSON holds.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import json
 import math
 import os
@@ -15,17 +17,13 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.rewards.user_functions import asynchronous, find_named
 from groupwise.utils.process_main import described
 
-if TYPE_CHECKING:
-    from groupwise.environments.side_by_side import CallLoop
-
-OWN = ("reset", "step", "close", "get_reward")
+RESERVED = ("reset", "step", "close", "get_reward")
 """Public methods of an environment that are no tools."""
 STATE_BYTES = 65_536
 """Of one attribute that reward functions may read, as JSON."""
@@ -45,21 +43,15 @@ class Instance:
         self.home: str | None = None
         """Where every turn's calls begin; None: where the process is."""
         self._object: Any = None
-        self._loop: CallLoop | None = None
-
-    @property
-    def shared(self) -> bool:
-        """True if calls of several episodes may come, one after the other."""
-        return self._factory is None
+        self._loop: Any = None
+        """The event loop: one for all calls, so that sessions, locks and semaphores stay valid."""
 
     def answer(self, what: str, *request: Any) -> Any:
         """`describe`, `reset`, `call`, `step`, `end`: see the methods of these names.  `call` answers once for each call."""
-        return {"describe": self.describe, "reset": self.reset, "call": self.call, "step": self.step, "end": self.end}[what](
-            *request
-        )
+        return getattr(self, what)(*request)
 
     def describe(self, name: str, interface: str | None) -> dict[str, Any]:
-        """What `runtime.EnvironmentKind` says of an environment, and which of its tools are asynchronous.
+        """What `runtime.EnvironmentKind` says of an environment.
 
         name: the environment's, for messages.   Raises ConfigError.
         """
@@ -68,19 +60,20 @@ class Instance:
         functions = list(self._functions.items())
         facts: dict[str, Any] = {"steps": False, "rewarded": False, "resets": self._factory is not None, "title": name}
         if self._factory is not None:
-            made = self._make()
-            facts |= {"title": type(made).__name__, "rewarded": callable(getattr(made, "get_reward", None))}
+            made = self._object = self._factory(**self._args)
+            what = f"the environment {name!r} ({type(made).__name__})"
             for method in ("reset",) if interface != "step" else ("reset", "step"):
                 if not callable(getattr(made, method, None)):
-                    raise ConfigError(f"the environment {name!r} ({type(made).__name__}) has no method {method}()")
-            facts["steps"] = interface == "step" or (interface is None and callable(getattr(made, "step", None)))
-            facts["rewarded"] |= facts["steps"]
-            functions += [] if facts["steps"] else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
+                    raise ConfigError(f"{what} has no method {method}()")
+            steps = interface == "step" or (interface is None and callable(getattr(made, "step", None)))
+            rewarded = steps or callable(getattr(made, "get_reward", None))
+            facts |= {"title": type(made).__name__, "steps": steps, "rewarded": rewarded}
+            functions += [] if steps else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
             self.end(False)
-            if not functions and not facts["steps"]:
+            if not functions and not steps:
                 raise ConfigError(
-                    f"the environment {name!r} ({type(made).__name__}) has nothing that the policy can do: give it step(text), or "
-                    "public methods with type hints and docstrings, which are its tools"
+                    f"{what} has nothing that the policy can do: give it step(text), or public methods with type hints and "
+                    "docstrings, which are its tools"
                 )
         schemas = [schema_of(function, tool) for tool, function in functions]
         names = [name_of(schema) for schema in schemas]
@@ -88,43 +81,40 @@ class Instance:
             raise ConfigError(f"two tools are called {twice!r}; the policy tells them apart by name")
         return facts | {"schemas": schemas, "asynchronous": [tool for tool, function in functions if asynchronous(function)]}
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """Make the environment and begin its episode; `observation` is None where it says nothing."""
-        self._make()
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        """Make the environment and begin its episode; its observation, None where it says nothing."""
+        assert self._factory is not None, "there are tools only"
+        self._object = self._factory(**self._args)
         row = copy.deepcopy(dict(row))  # in a thread it is the caller's
-        named, everything = _parameters(self._object.reset)
-        arguments = dict(row) if everything else {key: row[key] for key in named if key in row}
-        if "row" in named and "row" not in row:
-            arguments["row"] = row
-        if "seed" in named and "seed" not in row:
-            arguments["seed"] = seed
-        for key, parameter in inspect.signature(self._object.reset).parameters.items():
-            if key not in arguments and parameter.default is parameter.empty and parameter.kind in _NAMED:
-                columns = ", ".join(row) or "none"
-                raise MissingColumn(f"reset() asks for {key!r}, which the data do not have; columns: {columns} (row: all of them)")
+        known = {"row": row, "seed": seed} | row
+        parameters = inspect.signature(self._object.reset).parameters.values()
+        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        arguments = dict(row) if any(one.kind is one.VAR_KEYWORD for one in parameters) else {}
+        arguments |= {one.name: known[one.name] for one in named if one.name in known}
+        if missing := next((one for one in named if one.name not in known and one.default is one.empty), None):
+            columns = f"columns: {', '.join(row) or 'none'} (row: all of them)"
+            raise MissingColumn(f"reset() asks for {missing.name!r}, which the data do not have; {columns}")
         observation = self._awaited(self._object.reset(**arguments))
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):  # Gymnasium's
             observation = observation[0]
-        return {"observation": as_text(observation)}
+        return as_text(observation)
 
     def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], seconds: float) -> Iterator[dict[str, Any]]:
-        """Carry calls out, in their order; neighbours that are asynchronous go on side by side, each for at most `seconds`."""
-        place = 0
-        while place < len(calls):
-            together = [place]
-            while self._is_async(calls[place][0]) and together[-1] + 1 < len(calls) and self._is_async(calls[together[-1] + 1][0]):
-                together.append(together[-1] + 1)
-            if self._is_async(calls[place][0]):
-                awaited = [partial(self._answered, *calls[one]) for one in together]
-                yield from self._event_loop().side_by_side(awaited, seconds)
+        """Carry calls out, in their order; neighbours that are asynchronous go on side by side, each for at most `seconds`.
+
+        Each is answered as soon as those before it are: one that cannot be cancelled costs none before it.
+        """
+        for waits, together in itertools.groupby(calls, lambda one: asynchronous(self._tool(one[0]))):
+            if waits:
+                tasks = [self._event_loop().create_task(self._in_time(*one, seconds)) for one in together]
+                yield from map(self._event_loop().run_until_complete, tasks)
             else:
-                yield self._plainly(*calls[place])
-            place = together[-1] + 1
+                yield from (self._plainly(*one) for one in together)
         if self.home is not None:
             with contextlib.suppress(OSError):  # somebody has removed it
                 os.chdir(self.home)
 
-    def step(self, text: str) -> dict[str, Any]:
+    def step(self, text: str) -> tuple[str, float | None, bool]:
         """The environment's answer to what the policy wrote: observation, reward, whether the episode is over."""
         stepped = self._awaited(self._object.step(text))
         if not isinstance(stepped, tuple) or len(stepped) not in (3, 5):
@@ -134,70 +124,62 @@ class Instance:
                 "(observation, reward, terminated, truncated, info)"
             )
         done = bool(stepped[2]) or (len(stepped) == 5 and bool(stepped[3]))
-        return {"observation": as_text(stepped[0]) or "", "reward": _number(stepped[1]), "done": done}
+        return as_text(stepped[0]) or "", _number(stepped[1]), done
 
-    def end(self, judged: bool) -> dict[str, Any]:
-        """Close the environment.  judged: give its reward and its public attributes too.   `unclosed`: what `close` raised."""
+    def end(self, judged: bool) -> tuple[float | None, dict[str, Any] | None, dict[str, str] | None]:
+        """Close the environment.  If `judged`, its reward and its public attributes; and what `close` raised."""
         made, self._object = self._object, None
-        ended: dict[str, Any] = {"reward": None, "state": None, "unclosed": None}
+        reward = state = unclosed = None
         try:
             if judged and made is not None:
                 if callable(getattr(made, "get_reward", None)):
-                    ended["reward"] = _number(self._awaited(made.get_reward()))
-                ended["state"] = attributes_of(made)
+                    reward = _number(self._awaited(made.get_reward()))
+                state = attributes_of(made)
         finally:
             if callable(close := getattr(made, "close", None)):
                 try:
                     self._awaited(close())
                 except BaseException as error:  # everything has been said by then
-                    ended["unclosed"] = described(error)
-        return ended
+                    unclosed = described(error)
+        return reward, state, unclosed
 
     # ---- inside --------------------------------------------------------------------------------------------------------------
 
-    def _make(self) -> Any:
-        assert self._factory is not None, "there are tools only"
-        self._object = self._factory(**self._args)
-        return self._object
-
-    def _find(self, name: str) -> Callable[..., Any]:
+    def _tool(self, name: str) -> Callable[..., Any]:
         return self._functions[name] if name in self._functions else getattr(self._object, name)
-
-    def _is_async(self, name: str) -> bool:
-        return asynchronous(self._find(name))
 
     def _plainly(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return {"result": result_text(self._awaited(self._find(name)(**arguments)))}
+            return {"result": result_text(self._awaited(self._tool(name)(**arguments)))}
         except BaseException as error:  # whatever a tool raises is something that the policy is told
             return described(error)
 
-    async def _answered(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {"result": result_text(await self._find(name)(**arguments))}
+    async def _in_time(self, name: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        import asyncio
 
-    def _event_loop(self) -> CallLoop:
-        if self._loop is None:
-            from groupwise.environments.side_by_side import CallLoop  # most tools and environments are not asynchronous
-
-            self._loop = CallLoop()
-        return self._loop
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return {"result": result_text(await self._tool(name)(**arguments))}
+        except BaseException as error:  # whatever a tool raises is something that the policy is told
+            return {"late": True} if isinstance(error, TimeoutError) and limit.expired() else described(error)
 
     def _awaited(self, value: Any) -> Any:
-        return self._event_loop().run(value) if inspect.isawaitable(value) else value
+        async def wait() -> Any:
+            return await value
 
+        return self._event_loop().run_until_complete(wait()) if inspect.isawaitable(value) else value
 
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    def _event_loop(self) -> Any:
+        if self._loop is None:
+            import asyncio  # most tools and environments are not asynchronous
 
-
-def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The names that a method takes, and whether it takes any other."""
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind in _NAMED], any(p.kind is p.VAR_KEYWORD for p in parameters)
+            self._loop = asyncio.new_event_loop()
+        return self._loop
 
 
 def _methods(made: Any, interface: str | None) -> list[str]:
     """Public methods of an environment's class that are tools.  Properties are not evaluated."""
-    reserved = [name for name in OWN if name != "step" or interface != "tools"]
+    reserved = [name for name in RESERVED if name != "step" or interface != "tools"]
     members = inspect.getmembers(type(made), predicate=lambda one: inspect.isfunction(one) or inspect.ismethod(one))
     return [name for name, _ in members if not name.startswith("_") and name not in reserved]
 
@@ -260,27 +242,31 @@ def _number(value: Any) -> float | None:
     return number
 
 
-# ---------------------------------------------------------------- a process of its own
+class Instances:
+    """Makes the instances of a run, from functions and classes that are found by name."""
+
+    def __init__(
+        self, tools: Sequence[str], factories: Mapping[str, str], args: Mapping[str, Any], objects: Mapping[str, Any] | None = None
+    ) -> None:
+        """objects: functions and classes that are not found by name.   Raises ConfigError."""
+        known = dict(objects or {})
+        self._args = dict(args)
+        self.functions = {spec.rpartition(":")[2]: find_named(spec, "tool", known) for spec in tools}
+        self.factories = {name: find_named(spec, "environment", known) for name, spec in factories.items()}
+
+    def make(self, name: str) -> Instance:
+        """Of one environment; of tools alone if there is none of that name."""
+        return Instance(self.functions, self.factories.get(name), self._args if name in self.factories else {})
 
 
-def serve_environments(
-    tools: Sequence[str],
-    factories: Mapping[str, str],
-    args: Mapping[str, Any],
-    objects: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """In a process: imports what is named.  The process is forked, and each fork is asked first to `begin`: from then on an
-    `Instance` answers.
-
-    objects: functions and classes that are not found by name.
-    """
+def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """In a process: imports what is named (see `Instances`).  The process is forked, and each fork is asked first to `begin`: from
+    then on an `Instance` answers."""
     import numpy.random  # every fork seeds it, also for what imports numpy only when it is called  # noqa: F401
 
-    known = dict(objects or {})
-    functions = {spec.rpartition(":")[2]: find_named(spec, "tool", known) for spec in tools}
-    makers = {name: find_named(spec, "environment", known) for name, spec in factories.items()}
-    if any(map(_waits, [*functions.values(), *makers.values()])):
-        import groupwise.environments.side_by_side  # here, not in every fork  # noqa: F401
+    instances = Instances(*setup, objects=objects)
+    if any(map(_waits, [*instances.functions.values(), *instances.factories.values()])):
+        import asyncio  # here, not in every fork  # noqa: F401
     begun: list[Instance] = []
 
     def answer(what: str, *request: Any) -> Any:
@@ -288,11 +274,10 @@ def serve_environments(
             return begun[0].answer(what, *request)
         name, seed = request
         _seed(seed)
-        instance = Instance(functions, makers.get(name), args if name in makers else {})
-        if instance.shared:
+        begun.append(instances.make(name))
+        if name not in instances.factories:  # calls of several episodes may come, one after the other
             with contextlib.suppress(OSError):
-                instance.home = os.getcwd()
-        begun.append(instance)
+                begun[0].home = os.getcwd()
         return None
 
     return answer

@@ -8,9 +8,12 @@ Needs the extra `reasoning-gym`.
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from groupwise.config.settings import Recipe, RewardSettings
@@ -27,34 +30,19 @@ HELD_OUT_SEED = 2**31 - 1
 FULL = 1.0 - 1e-9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Health:
-    """Counts of entries whose scorer misbehaved in the test."""
+    """What the test has found out about the scorers of some entries."""
 
     entries: int
-    raised: int
-    """Entries whose scorer raised for a text that is no answer; to a run it is worth 0."""
-    gullible: int
-    """Entries that gave full marks for it; they are left out."""
-    answerless: int
-    """Entries without an answer: nothing shows that a right one would be believed."""
-    unearned: int
-    """Entries whose own answer did not earn full marks."""
-
-    @property
-    def suspicious(self) -> int:
-        """Entries with any of these faults."""
-        return self.raised + self.gullible + self.answerless + self.unearned
+    faults: Mapping[str, int]
+    """Entries with each fault; none where there is none."""
+    believable: bool
+    """False if no entry's own answer earns full marks."""
 
     def __str__(self) -> str:
-        counts = {
-            "raise for what is no answer (worth 0)": self.raised,
-            f"give full marks for {IGNORANCE!r} (left out)": self.gullible,
-            "have no answer of their own": self.answerless,
-            "do not give full marks to their own answer": self.unearned,
-        }
-        faults = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        return f"of {self.entries} entries {faults}" if faults else f"{self.entries} entries, whose scorers tell right from wrong"
+        counts = ", ".join(f"{count} {fault}" for fault, count in self.faults.items())
+        return f"of {self.entries} entries {counts}" if counts else f"{self.entries} entries, whose scorers tell right from wrong"
 
 
 def with_procedural_data(recipe: Recipe) -> Recipe:
@@ -82,25 +70,28 @@ def with_procedural_data(recipe: Recipe) -> Recipe:
 def rows_of(name: str, arguments: Mapping[str, Any], count: int, seed: int) -> tuple[list[dict[str, Any]], Health]:
     """At most `count` rows with prompt, answer and entry, and what was found out about their scorers.  Raises ConfigError."""
     entries = make_dataset(name, arguments, count, seed)
-    rows, raised, gullible, answerless, unearned = [], 0, 0, 0, 0
+    rows: list[dict[str, Any]] = []
+    faults: Counter[str] = Counter()
+    right = 0
     for entry in entries:
-        worth = _scored(entries, IGNORANCE, entry)
-        raised += worth is None
-        if worth is not None and worth >= FULL:
-            gullible += 1
+        worth, answer = _scored(entries, IGNORANCE, entry), entry.get("answer")
+        if worth is None:
+            faults["raise for what is no answer (worth 0)"] += 1
+        elif worth >= FULL:
+            faults[f"give full marks for {IGNORANCE!r} (left out)"] += 1
             continue
-        answer = entry.get("answer")
         if answer is None:
-            answerless += 1
+            faults["have no answer of their own"] += 1
         elif (_scored(entries, str(answer), entry) or 0.0) < FULL:
-            unearned += 1
+            faults["do not give full marks to their own answer"] += 1
+        else:
+            right += 1
         rows.append({"prompt": entry["question"], "answer": answer, "entry": dict(entry)})
     if not rows:
         raise ConfigError(
             f"environment.reasoning_gym {name!r}: every entry gives full marks for {IGNORANCE!r}: nothing can be learnt"
         )
-    health = Health(entries=count, raised=raised, gullible=gullible, answerless=answerless, unearned=unearned)
-    return rows, health
+    return rows, Health(count, faults, right > 0)
 
 
 def make_dataset(name: str, arguments: Mapping[str, Any], count: int, seed: int) -> Any:
@@ -119,7 +110,7 @@ def make_dataset(name: str, arguments: Mapping[str, Any], count: int, seed: int)
 def score(completion: Any, entry: Mapping[str, Any], dataset: str, arguments: Mapping[str, Any]) -> float:
     """A reward function: what the data set's scorer gives for the answer in a completion; 0 where it raises."""
     text = completion if isinstance(completion, str) else str(completion[-1]["content"])
-    worth = _scored(_dataset(dataset, arguments), answer_in(text), entry)
+    worth = _scored(_dataset(dataset, json.dumps(arguments, sort_keys=True)), answer_in(text), entry)
     return 0.0 if worth is None else worth
 
 
@@ -136,15 +127,10 @@ def answer_in(text: str) -> str:
     return (boxed[-1] if boxed else rest).strip()
 
 
-_made: dict[str, Any] = {}
-
-
-def _dataset(name: str, arguments: Mapping[str, Any]) -> Any:
-    """One data set of each kind, for its scorer."""
-    key = repr((name, sorted(arguments.items())))
-    if key not in _made:
-        _made[key] = make_dataset(name, arguments, 1, 0)
-    return _made[key]
+@cache
+def _dataset(name: str, arguments: str) -> Any:
+    """One data set of each kind, for its scorer.   arguments: as JSON."""
+    return make_dataset(name, json.loads(arguments), 1, 0)
 
 
 def _scored(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -290,6 +291,24 @@ def _read(form: type[Form], body: Mapping[str, Any]) -> Form:
         raise Refused(f"unknown parameter {name!r}", param=name)
     words = error.get("ctx", {})["words"] if kind in ("key", "wrong") else SENTENCES.get(kind)
     raise Refused(f"{name} {words or 'must be ' + error['msg'].removeprefix('Input should be ') + f', got {value}'}", param=name)
+
+
+@dataclass(slots=True, eq=False)
+class TurnRequest:
+    """A turn that a client waits for."""
+
+    context: np.ndarray
+    """int64 (c,): what it is drawn behind."""
+    sampling: SamplingRequest
+    agent: str = ""
+    """Which of the episode's agents requests it, where several share it."""
+    thinking: bool = False
+    """True if its context ends inside a think block."""
+    new_messages: tuple[Mapping[str, Any], ...] | None = None
+    """Of a chat request: the messages behind the last one that was recognised; all, where none was."""
+    after: int | None = None
+    """Number of the turn that was recognised."""
+    sampled: Future[SampledTokens] = field(default_factory=Future)
 
 
 # ---- token ids ---------------------------------------------------------------------------------------------------------------

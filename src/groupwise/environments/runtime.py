@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from groupwise.environments.instance import Instance, MissingColumn, serve_environments
+from groupwise.environments.instance import Instance, Instances, MissingColumn, serve_environments
 from groupwise.environments.schemas import Schema
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Finish
-from groupwise.rewards.user_functions import find_named
 from groupwise.utils import threads
 from groupwise.utils.process_main import described
 from groupwise.utils.processes import Died, NotStarted, Raised, WorkerProcess
@@ -54,6 +53,8 @@ class EnvironmentKind:
     """True if an episode begins with `reset`; tools alone need none."""
     rewarded: bool = False
     """True if it gives rewards of its own."""
+    asynchronous: Sequence[str] = ()
+    """Tools whose calls are cancelled where they run, at their deadline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,24 +66,6 @@ class ToolResult:
     seconds: float = 0.0
     failure: str = ""
     """As of `records.ToolCall`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """An environment's answer to a turn."""
-
-    observation: str
-    reward: float | None = None
-    done: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnvironmentEnd:
-    """The reward and the attributes of an environment whose episode is over."""
-
-    reward: float | None = None
-    state: Mapping[str, Any] | None = None
-    """Its public attributes, as JSON holds them."""
 
 
 class EnvironmentBroken(Exception):
@@ -162,17 +145,11 @@ class ToolRuntime:
             if (name := spec.rpartition(":")[2]) in named:
                 raise ConfigError(f"two tools are called {name!r}: {named[name]} and {spec}; the policy tells them apart by name")
             named[name] = spec
-        self._args, self._runs, self._objects = dict(args), runs, dict(objects or {})
-        self._setup = (tuple(map(str, tools)), {name: str(spec) for name, spec in factories.items()}, self._args)
+        self._setup = (tuple(map(str, tools)), {name: str(spec) for name, spec in factories.items()}, dict(args))
+        self._objects = dict(objects or {})
+        self._instances = Instances(*self._setup, objects=self._objects) if runs == "thread" else None
         self._process: WorkerProcess | None = None
         self._starting = threading.Lock()
-        self._functions: dict[str, Callable[..., Any]] = {}
-        self._factories: dict[str, Callable[..., Any]] = {}
-        if runs == "thread":
-            self._functions = {spec.rpartition(":")[2]: find_named(spec, "tool", self._objects) for spec in tools}
-            self._factories = {name: find_named(spec, "environment", self._objects) for name, spec in factories.items()}
-        self.asynchronous: set[str] = set()
-        """Tools that are cancelled where they live, at their deadline."""
         self._idle: list[Worker] = []
         self._closed = False
         self._unclosed: set[str] = set()
@@ -194,7 +171,6 @@ class ToolRuntime:
             raise ConfigError(f"{what}: {_why(error, DESCRIBE_SECONDS)}") from None
         finally:
             worker.kill()
-        self.asynchronous |= set(facts.pop("asynchronous"))
         return EnvironmentKind(name=name, **facts)
 
     def kind_of(self, row: Mapping[str, Any], where: str) -> EnvironmentKind:
@@ -216,9 +192,8 @@ class ToolRuntime:
 
         Raises EnvironmentFailure, ConfigError.
         """
-        if self._runs == "thread":
-            args = self._args if name in self._factories else {}
-            return WorkerThread(Instance(self._functions, self._factories.get(name), args))
+        if self._instances is not None:
+            return WorkerThread(self._instances.make(name))
         try:
             with self._starting:
                 if self._closed:  # a conversation that was ended, too, has waited for the lock until now
@@ -296,7 +271,7 @@ class WorkerEnvironment:
         if not self._kind.resets:
             return None
         self._take(self._runtime.start(self._kind.name, seed))
-        return self._ask("reset", dict(row), seed, seconds=seconds, what="reset()")["observation"]
+        return self._ask("reset", dict(row), seed, seconds=seconds, what="reset()")
 
     def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, seconds: float) -> tuple[list[ToolResult], Finish | None]:
         """Carry the calls out, each for at most `seconds`; a result for each, in their order.
@@ -312,44 +287,45 @@ class WorkerEnvironment:
             began = time.monotonic()
             try:
                 rest = list(calls[len(results) :])
-                patience = seconds + (GRACE if any(name in self._runtime.asynchronous for name, _ in rest) else 0.0)
+                patience = seconds + (GRACE if any(name in self._kind.asynchronous for name, _ in rest) else 0.0)
                 for answer in worker.ask("call", rest, seconds, seconds=patience, answers=len(rest)):
                     results.append(_result(answer, time.monotonic() - began, seconds))
                     began = time.monotonic()
                 if not self._kind.resets:
                     self._give_back(worker)
             except (TimeoutError, Died, Raised) as error:
-                late = isinstance(error, TimeoutError)
-                if not self._kind.resets:
-                    worker.kill()
-                    self._worker = None
-                text = f"{_why(error, seconds)}: it was stopped" if late else f"the call failed: {error}"
                 taken = time.monotonic() - began
-                results.append(ToolResult(text=error_text(text), seconds=taken, failure="timeout" if late else "exception"))
+                if late := isinstance(error, TimeoutError):
+                    results.append(_result({"late": True}, taken, seconds))
+                else:
+                    results.append(_result({"error": f"the call failed: {error}"}, taken, seconds))
                 if self._kind.resets or self._killed:
-                    never = error_text("not carried out: the call before it was stopped")
-                    results += [ToolResult(text=never, failure="exception") for _ in calls[len(results) :]]
+                    never = _result({"error": "not carried out: the call before it was stopped"}, 0.0, seconds)
+                    results += [never] * (len(calls) - len(results))
                     return results, Finish.DEADLINE if late else Finish.ERROR
+                worker.kill()
+                self._worker = None
         return results, None
 
-    def step(self, text: str, *, seconds: float) -> StepResult:
-        """Call `step` with what the policy wrote.  Raises EnvironmentBroken."""
-        return StepResult(**self._ask("step", text, seconds=seconds, what="step()"))
+    def step(self, text: str, *, seconds: float) -> tuple[str, float | None, bool]:
+        """Call `step` with what the policy wrote: observation, reward, whether the episode is over.  Raises EnvironmentBroken."""
+        observation, reward, done = self._ask("step", text, seconds=seconds, what="step()")
+        return observation, reward, done
 
-    def end(self, judged: bool, *, seconds: float) -> EnvironmentEnd:
-        """The episode is over: ask for attributes and, if `judged`, the reward, then end the process or thread.
+    def end(self, judged: bool, *, seconds: float) -> tuple[float | None, Mapping[str, Any] | None]:
+        """The episode is over: its reward and the environment's public attributes, if `judged`; the process or thread ends.
 
         Raises EnvironmentBroken.
         """
         if self._worker is None:
-            return EnvironmentEnd()
+            return None, None
         try:
-            end = self._ask("end", judged, seconds=seconds, what="get_reward() or close()")
+            reward, state, raised = self._ask("end", judged, seconds=seconds, what="get_reward() or close()")
         finally:
             self.kill()
-        if (raised := end.pop("unclosed")) is not None:
+        if raised is not None:
             self._runtime.unclosed(self._kind.title, str(Raised(raised)))
-        return EnvironmentEnd(**end)
+        return reward, state
 
     def kill(self) -> None:
         """End the process or thread, now or as soon as there is one."""
@@ -376,10 +352,9 @@ class WorkerEnvironment:
         what = f"{what} of {self._kind.title}"
         try:
             return next(self._worker.ask(*request, seconds=seconds))
-        except TimeoutError as error:
-            raise EnvironmentBroken(f"{what}: {_why(error, seconds)}", Finish.DEADLINE) from None
-        except Died as error:
-            raise EnvironmentBroken(f"{what}: {error}") from None
+        except (TimeoutError, Died) as error:
+            finish = Finish.DEADLINE if isinstance(error, TimeoutError) else Finish.ERROR
+            raise EnvironmentBroken(f"{what}: {_why(error, seconds)}", finish) from None
         except Raised as error:
             if error.kind == MissingColumn.__name__:
                 raise ConfigError(f"the environment {self._kind.title}: {error.message}") from None
@@ -407,7 +382,6 @@ def error_text(why: str) -> str:
 def _result(answer: Mapping[str, Any], taken: float, limit: float) -> ToolResult:
     if "result" in answer:
         return ToolResult(text=answer["result"], seconds=taken)
-    if answer.get("late"):
-        return ToolResult(text=error_text(f"no result within {limit:g} s: it was stopped"), seconds=taken, failure="timeout")
-    why = answer["error"] if answer["error"] else answer["kind"]
-    return ToolResult(text=error_text(why), seconds=taken, failure="exception")
+    late = answer.get("late", False)
+    why = f"no result within {limit:g} s: it was stopped" if late else answer["error"] or answer["kind"]
+    return ToolResult(text=error_text(why), seconds=taken, failure="timeout" if late else "exception")

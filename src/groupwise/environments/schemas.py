@@ -11,6 +11,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -163,52 +164,64 @@ def name_of(schema: Schema) -> str:
     return str(schema["function"]["name"])
 
 
-def wrong_arguments(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
-    """Why a tool cannot be called with these arguments, in words for the policy; None if it can.
+class WrongArguments(Exception):
+    """Why a tool cannot be called, in words for the policy."""
+
+
+def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as the tool's function wants them: what must be an integer is no `2.0`.  Raises WrongArguments.
 
     >>> tool = {"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}, "required": ["n"]}}}
-    >>> wrong_arguments(tool, {"n": "3"}), wrong_arguments(tool, {"n": 3})
-    ('the argument n is "3", expected integer', None)
+    >>> typed(tool, {"n": 2.0})
+    {'n': 2}
+    >>> typed(tool, {"n": "3"})
+    Traceback (most recent call last):
+    groupwise.environments.schemas.WrongArguments: the argument n is "3", expected integer
     """
     parameters = schema["function"].get("parameters") or {}
     known = parameters.get("properties") or {}
     takes = f"{name_of(schema)} takes {', '.join(known) or 'no arguments'}"
-    for key in arguments:
-        if key not in known:
-            return f"there is no argument {key!r}: {takes}"
-    for key in parameters.get("required") or ():
-        if key not in arguments:
-            return f"the argument {key} is missing: {takes}"
+    if unknown := next((key for key in arguments if key not in known), None):
+        raise WrongArguments(f"there is no argument {unknown!r}: {takes}")
+    if missing := next((key for key in parameters.get("required") or () if key not in arguments), None):
+        raise WrongArguments(f"the argument {missing} is missing: {takes}")
+    values = {}
     for key, value in arguments.items():
-        if not _fits(known[key], value):
-            return f"the argument {key} is {_shown(value)}, expected {_expected(known[key])}"
-    return None
+        try:
+            values[key] = _typed(known[key], value)
+        except _Misfit:
+            raise WrongArguments(f"the argument {key} is {_shown(value)}, expected {_expected(known[key])}") from None
+    return values
 
 
-def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that are not wrong, as a function of Python wants them: what must be an integer is no `2.0`.
-
-    >>> typed({"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}, {"n": 2.0})
-    {'n': 2}
-    """
-    known = (schema["function"].get("parameters") or {}).get("properties") or {}
-    return {key: _typed(known[key], value) for key, value in arguments.items()}
+class _Misfit(Exception):
+    """Raised for a value that is not what its schema asks for."""
 
 
 def _typed(schema: Any, value: Any) -> Any:
-    if not isinstance(schema, Mapping):
+    """A value as the part of JSON Schema that `schema_of` writes asks for it.  Raises _Misfit."""
+    if not isinstance(schema, Mapping) or (value is None and schema.get("nullable")):
         return value
-    if "anyOf" in schema:
-        return _typed(next((one for one in schema["anyOf"] if _fits(one, value)), {}), value)
+    for one in schema.get("anyOf", ()):
+        with suppress(_Misfit):
+            return _typed(one, value)
+    if "enum" in schema:
+        for one in schema["enum"]:
+            if value == one and isinstance(value, bool) is isinstance(one, bool):
+                return one
     kinds = _kinds(schema.get("type"))
-    if isinstance(value, float) and "integer" in kinds and "number" not in kinds and value.is_integer():
+    if schema.keys() & {"anyOf", "enum"} or (kinds and not any(is_kind(kind, value) for kind in kinds)):
+        raise _Misfit
+    if isinstance(value, float) and "integer" in kinds and "number" not in kinds:
         return int(value)
     if isinstance(value, list):
-        first, other = schema.get("prefixItems") or [], schema.get("items")
-        return [_typed(first[i] if i < len(first) else other, inner) for i, inner in enumerate(value)]
+        first = schema.get("prefixItems", [schema.get("items")] * len(value))
+        if len(first) != len(value):
+            raise _Misfit
+        return [_typed(one, inner) for one, inner in zip(first, value, strict=True)]
     if isinstance(value, dict):
         known, other = schema.get("properties") or {}, schema.get("additionalProperties")
-        return {key: _typed(known.get(key, other), one) for key, one in value.items()}
+        return {key: _typed(known.get(key, other), inner) for key, inner in value.items()}
     return value
 
 
@@ -249,29 +262,6 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "object": (dict,),
     "null": (type(None),),
 }
-
-
-def _fits(schema: Mapping[str, Any], value: Any) -> bool:
-    """True if a value is what the part of JSON Schema that `schema_of` writes asks for."""
-    if value is None and schema.get("nullable"):
-        return True
-    if "anyOf" in schema:
-        return any(_fits(one, value) for one in schema["anyOf"])
-    if "enum" in schema:
-        return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in schema["enum"])
-    kinds = schema.get("type")
-    if kinds is None:
-        return True
-    if not any(is_kind(kind, value) for kind in _kinds(kinds)):
-        return False
-    if isinstance(value, list) and "prefixItems" in schema:
-        items = schema["prefixItems"]
-        return len(items) == len(value) and all(_fits(one, inner) for one, inner in zip(items, value, strict=True))
-    if isinstance(value, list) and "items" in schema:
-        return all(_fits(schema["items"], inner) for inner in value)
-    if isinstance(value, dict) and isinstance(schema.get("additionalProperties"), Mapping):
-        return all(_fits(schema["additionalProperties"], inner) for inner in value.values())
-    return True
 
 
 def is_kind(kind: str, value: Any) -> bool:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from groupwise.environments.schemas import is_kind, kinds_of
@@ -30,7 +31,7 @@ class ParsedCall:
 
     name: str
     arguments: Mapping[str, Any]
-    id: str
+    id: str = ""
     """`call_0`, `call_1`, ... in the order in which the turn makes them."""
 
 
@@ -42,7 +43,7 @@ class BrokenCall:
     """A sentence for the policy to read."""
     text: str
     """What it wrote there."""
-    id: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +99,12 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
     if form not in get_args(CallForm):
         raise ConfigError(f"no form of calls {form!r}; there are: {', '.join(get_args(CallForm))}")
     if form == "channels":
-        content, written, reasoning, parsed = _channels(text)
+        content, written, reasoning, calls = _channels(text)
     else:
         reasoning, rest = split_thinking(text, thinking)
         known = {name: _kinds_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None}
-        content, written, parsed = _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
-    calls = tuple(
-        BrokenCall(one.why, one.text, f"call_{i}") if isinstance(one, _Broken) else ParsedCall(*one, f"call_{i}")
-        for i, one in enumerate(parsed)
-    )
-    return ParsedTurn(content, reasoning, calls, written)
+        content, written, calls = _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
+    return ParsedTurn(content, reasoning, tuple(replace(call, id=f"call_{i}") for i, call in enumerate(calls)), written)
 
 
 # ---- reasoning ---------------------------------------------------------------------------------------------------------------
@@ -128,92 +125,83 @@ def opens_thinking(text: str) -> bool:
     return text.rstrip().endswith("<think>")
 
 
-# ---- <tool_call> -------------------------------------------------------------------------------------------------------------
+class _NotACall(Exception):
+    """Why something is no call, in a sentence for the policy."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Broken:
-    why: str
-    text: str
-
-
-_Calls = list[tuple[str, dict[str, Any]] | _Broken]
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
-
-
+_Calls = list[ParsedCall | BrokenCall]
 _Kinds = Mapping[str, Sequence[str]]
 """The JSON types that each parameter of a tool may have."""
 
 
+# ---- <tool_call> -------------------------------------------------------------------------------------------------------------
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
 def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, str, _Calls]:
     """Content, the same with broken calls, and calls between tags: JSON objects, or with `kinds` functions with parameters."""
-    content, written, calls, place = [], [], [], 0
+    content, written, calls, place = "", "", [], 0
     while (start := text.find(OPENING, place)) >= 0:
-        content.append(text[place:start])
-        written.append(text[place:start])
+        content, written = content + text[place:start], written + text[place:start]
         body = start + len(OPENING)
-        call, end = _json_call(text, body) if kinds is None else _xml_call(text, body, kinds)
-        closing = re.compile(rf"\s*{CLOSING}").match(text, end)
-        if isinstance(call, _Broken) or closing is None:
-            # What follows a call that cannot be read: the next tag, or the end.
-            stop = text.find(CLOSING, body)
-            place = len(text) if stop < 0 else stop + len(CLOSING)
-            why = call.why if isinstance(call, _Broken) else f"the call is not closed: {CLOSING} is missing behind it"
-            if isinstance(call, _Broken) and stop < 0:
-                why = f"the call is cut off: there is no {CLOSING}"
-            call = _Broken(why, text[start:place])
-            written.append(call.text)
-        else:
+        stop = text.find(CLOSING, body)
+        closing, why = None, f"the call is not closed: {CLOSING} is missing behind it"
+        try:
+            call, end = _json_call(text, body) if kinds is None else _xml_call(text, body, kinds)
+            closing = re.compile(rf"\s*{CLOSING}").match(text, end)
+        except _NotACall as error:
+            why = str(error) if stop >= 0 else f"the call is cut off: there is no {CLOSING}"
+        if closing is not None:
             place = closing.end()
+        else:  # what follows a call that cannot be read: the next tag, or the end
+            place = len(text) if stop < 0 else stop + len(CLOSING)
+            call = BrokenCall(why, text[start:place])
+            written += call.text
         calls.append(call)
-    return "".join([*content, text[place:]]).strip("\n"), "".join([*written, text[place:]]).strip("\n"), calls
+    return (content + text[place:]).strip("\n"), (written + text[place:]).strip("\n"), calls
 
 
-def _json_call(text: str, place: int) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
-    """The call whose JSON begins at `place`, and where it ends."""
-    start = re.compile(r"\s*").match(text, place).end()  # type: ignore[union-attr]
-    value, end = _decoded(text, start)
-    return (value if isinstance(value, _Broken) else _call_of(value, "arguments", text[start:end])), end
+def _json_call(text: str, place: int) -> tuple[ParsedCall, int]:
+    """The call whose JSON begins at `place`, and where it ends.  Raises _NotACall."""
+    value, end = _decoded(text, re.compile(r"\s*").match(text, place).end())  # type: ignore[union-attr]
+    return _call_of(value, "arguments"), end
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
 
 
-def _xml_call(text: str, place: int, kinds: Mapping[str, _Kinds]) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
-    """The call whose `<function=...>` begins at `place`, and where it ends."""
+def _xml_call(text: str, place: int, kinds: Mapping[str, _Kinds]) -> tuple[ParsedCall, int]:
+    """The call whose `<function=...>` begins at `place`, and where it ends.  Raises _NotACall."""
     function = _FUNCTION.match(text, place)
     if function is None:
-        return _Broken("a call must begin with <function=NAME>", text[place : place + 80]), place
+        raise _NotACall("a call must begin with <function=NAME>")
     name, place = function[1].strip(), function.end()
     if not name:
-        return _Broken("the call names no function: write <function=NAME>", function[0]), place
+        raise _NotACall("the call names no function: write <function=NAME>")
     known = kinds.get(name, {})
     arguments: dict[str, Any] = {}
     while (parameter := _PARAMETER.match(text, place)) is not None:
         key = parameter[1].strip()
         end = _end_of_value(text, parameter.end())
         if end is None or _holds_another(text[parameter.end() : end], known):
-            return _Broken(f"the value of the parameter {key!r} has no </parameter>", text[parameter.start() :]), len(text)
+            raise _NotACall(f"the value of the parameter {key!r} has no </parameter>")
         if key in arguments:
-            return _Broken(f"the parameter {key!r} is given twice", parameter[0]), end
+            raise _NotACall(f"the parameter {key!r} is given twice")
         value = text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
-        converted = _converted(value, known.get(key, ("string",)))
-        if isinstance(converted, _Broken):
-            return _Broken(f"the parameter {key!r} {converted.why}", value), end
-        arguments[key] = converted
+        arguments[key] = _converted(key, value, known.get(key, ("string",)))
         place = end + len("</parameter>")
     closing = re.compile(r"\s*</function>").match(text, place)
     if closing is None:
-        return _Broken(f"the call of {name!r} is not closed: </function> is missing", text[function.start() :]), place
-    return (name, arguments), closing.end()
+        raise _NotACall(f"the call of {name!r} is not closed: </function> is missing")
+    return ParsedCall(name, arguments), closing.end()
 
 
 def _end_of_value(text: str, start: int) -> int | None:
     """Where a value ends: at the `</parameter>` behind which the call continues, so that a value may speak of that tag itself."""
-    ends = list(re.finditer(r"</parameter>(?=\s*(<parameter=|</function>))", text[start:]))
-    if ends:
-        return start + ends[0].start()
+    if (closing := re.compile(r"</parameter>(?=\s*(<parameter=|</function>))").search(text, start)) is not None:
+        return closing.start()
     end = text.find("</parameter>", start)
     return None if end < 0 else end
 
@@ -226,19 +214,19 @@ def _holds_another(value: str, known: _Kinds) -> bool:
     )
 
 
-def _converted(value: str, kinds: Sequence[str]) -> Any:
+def _converted(key: str, value: str, kinds: Sequence[str]) -> Any:
     """A value in one of the types that its schema allows, text last.  Templates write `False` or `false`: both are read."""
     text = value.strip()
     if {"boolean", "null"} & set(kinds) and text.lower() in _WORDS:
         text = json.dumps(_WORDS[text.lower()])
-    decoded, end = _decoded(text, 0)
-    whole = not isinstance(decoded, _Broken) and end == len(text)
-    if whole and not isinstance(decoded, str) and any(is_kind(kind, decoded) for kind in kinds):
-        return decoded
+    with suppress(_NotACall):
+        decoded, end = _decoded(text, 0)
+        if end == len(text) and not isinstance(decoded, str) and any(is_kind(kind, decoded) for kind in kinds):
+            return decoded
     if "string" in kinds:
         return value
     wanted = " or ".join(f"{'an' if kind[0] in 'aio' else 'a'} {kind}" for kind in kinds)
-    return _Broken(f"is {value[:40]!r}: expected {wanted}", value)
+    raise _NotACall(f"the parameter {key!r} is {value[:40]!r}: expected {wanted}")
 
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -257,20 +245,23 @@ def _bare(text: str) -> tuple[str, str, _Calls]:
     tagged = body.startswith("<|python_tag|>")
     body = body.removeprefix("<|python_tag|>").strip()
     if not tagged and _MEANT.match(body) is None:
-        first, _ = _decoded(body, 0)
+        first = None
+        with suppress(_NotACall):
+            first, _ = _decoded(body, 0)
         if not isinstance(first, dict) or "name" not in first or not {"parameters", "arguments"} & first.keys():
             return text, text, []
     calls: _Calls = []
     place = 0
     while place < len(body):
-        value, end = _decoded(body, place)
-        if isinstance(value, _Broken):
-            calls.append(_Broken(value.why, body[place:]))
-            break
-        calls.append(_call_of(value, "parameters", body[place:end]))
+        end = len(body)
+        try:
+            value, end = _decoded(body, place)
+            calls.append(_call_of(value, "parameters"))
+        except _NotACall as error:
+            calls.append(BrokenCall(str(error), body[place:end]))
         place = re.compile(r"[\s;]*").match(body, end).end()  # type: ignore[union-attr]
-    calls = calls or [_Broken("there is no call behind <|python_tag|>", text)]
-    return "", "\n".join(one.text for one in calls if isinstance(one, _Broken)), calls
+    calls = calls or [BrokenCall("there is no call behind <|python_tag|>", text)]
+    return "", "\n".join(call.text for call in calls if isinstance(call, BrokenCall)), calls
 
 
 # ---- channels ----------------------------------------------------------------------------------------------------------------
@@ -282,26 +273,25 @@ def _channels(text: str) -> tuple[str, str, str | None, _Calls]:
     """gpt-oss: messages with a channel and perhaps a recipient; the first continues behind `<|start|>assistant`."""
     content, written, reasoning, calls = [], [], [], []
     for header, body, end in _messages(text):
-        recipient = re.search(r"to=([^\s<]+)", header)
         channel = re.search(r"<\|channel\|>\s*([a-z]+)", header)
-        if recipient is not None:
-            calls.append(_channel_call(recipient[1], body, end))
-            written += [body or ""] if isinstance(calls[-1], _Broken) else []
+        if (recipient := re.search(r"to=([^\s<]+)", header)) is not None:
+            try:
+                calls.append(_channel_call(recipient[1].removeprefix("functions."), body, end))
+            except _NotACall as error:
+                calls.append(BrokenCall(str(error), body or ""))
+                written.append(body or "")
         elif channel is not None and channel[1] == "analysis":
             reasoning.append(body or "")
         else:
             content.append(body or "")
             written.append(body or "")
-    joined = ("\n".join(filter(None, texts)) for texts in (content, written, reasoning))
-    shown, whole, thought = joined
+    shown, whole, thought = ("\n".join(filter(None, texts)) for texts in (content, written, reasoning))
     return shown, whole, thought or None, calls
 
 
 def _messages(text: str) -> Iterator[tuple[str, str | None, str | None]]:
     """(header, body, how it ends) of each message; None for what was cut off."""
     for part in text.split("<|start|>"):
-        if not part:
-            continue
         header, has_body, rest = part.partition(_HEADER_END)
         if not has_body:
             if "<|" in header or "to=" in header:
@@ -313,18 +303,16 @@ def _messages(text: str) -> Iterator[tuple[str, str | None, str | None]]:
         yield header, rest if end is None else rest[: end.start()], None if end is None else end[1]
 
 
-def _channel_call(recipient: str, body: str | None, end: str | None) -> tuple[str, dict[str, Any]] | _Broken:
-    name = recipient.removeprefix("functions.")
+def _channel_call(name: str, body: str | None, end: str | None) -> ParsedCall:
+    """Raises _NotACall."""
     if body is None or end is None:
-        return _Broken(f"the call of {name!r} is cut off: there is no <|call|>", body or "")
+        raise _NotACall(f"the call of {name!r} is cut off: there is no <|call|>")
     if end != "call":
-        return _Broken(f"the call of {name!r} ends with <|{end}|>: expected <|call|>", body)
+        raise _NotACall(f"the call of {name!r} ends with <|{end}|>: expected <|call|>")
     value, stop = _decoded(body, len(body) - len(body.lstrip()))
-    if isinstance(value, _Broken):
-        return value
     if not isinstance(value, dict) or body[stop:].strip():
-        return _Broken(f"the arguments of {name!r} are not one JSON object", body)
-    return name, value
+        raise _NotACall(f"the arguments of {name!r} are not one JSON object")
+    return ParsedCall(name, value)
 
 
 # ---- JSON --------------------------------------------------------------------------------------------------------------------
@@ -344,37 +332,42 @@ _DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_once)
 
 
 def _decoded(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at `start`, and where it ends; `_Broken` if there is none."""
+    """The JSON value that begins at `start`, and where it ends.  Raises _NotACall."""
     try:
         value, end = _DECODER.raw_decode(text, start)
         if "\\u" in text[start:end]:
             json.dumps(value, ensure_ascii=False).encode()
         return value, end
     except UnicodeEncodeError as error:  # nothing could record it
-        half = error.object[error.start]
-        return _Broken(f"the call cannot be read: {half!a} is half of a character", text[start:]), start
+        why = f"cannot be read: {error.object[error.start]!a} is half of a character"
     except json.JSONDecodeError as error:
-        return _Broken(f"the call is not JSON: {error.msg} at character {error.pos - start}", text[start:]), start
+        why = f"is not JSON: {error.msg} at character {error.pos - start}"
     except RecursionError:
-        return _Broken("the call is nested too deeply", text[start : start + 80]), start
+        why = "is nested too deeply"
     except ValueError as error:  # a key that is given twice, or a number with more digits than Python converts
-        return _Broken(f"the call cannot be read: {error}", text[start : start + 80]), start
+        why = f"cannot be read: {error}"
+    raise _NotACall(f"the call {why}")
 
 
-def _call_of(value: Any, key: str, text: str) -> tuple[str, dict[str, Any]] | _Broken:
-    """The name and the arguments of an object; `key` is the form's own name for the latter, the other one is read too."""
+def _call_of(value: Any, key: str) -> ParsedCall:
+    """An object's name and arguments; `key` is the form's own name for the latter, the other one is read too.
+
+    Raises _NotACall.
+    """
     if not isinstance(value, dict):
-        return _Broken('the call is not an object with "name" and "' + key + '"', text)
+        raise _NotACall('the call is not an object with "name" and "' + key + '"')
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return _Broken('the call has no "name"', text)
+        raise _NotACall('the call has no "name"')
     arguments = next((value[one] for one in (key, "arguments", "parameters") if one in value), {})
     if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's interface has it
-        inner, end = _decoded(arguments, 0)
-        arguments = inner if end == len(arguments) else None
+        text, arguments = arguments, None
+        with suppress(_NotACall):
+            inner, end = _decoded(text, 0)
+            arguments = inner if end == len(text) else None
     if not isinstance(arguments, dict):
-        return _Broken(f"the {key} of {name!r} are not an object", text)
-    return name, arguments
+        raise _NotACall(f"the {key} of {name!r} are not an object")
+    return ParsedCall(name, arguments)
 
 
 def _name_of(tool: Mapping[str, Any]) -> str | None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,18 +25,11 @@ from groupwise.data.rendering import shown_template
 from groupwise.data.templates import Template, unmarked
 from groupwise.environments.chat_codec import ChatCodec, recorded
 from groupwise.environments.conversation import NOTHING, Reply, Stream
-from groupwise.environments.runtime import (
-    EnvironmentBroken,
-    EnvironmentEnd,
-    EnvironmentKind,
-    ToolResult,
-    ToolRuntime,
-    error_text,
-)
-from groupwise.environments.schemas import name_of, typed, wrong_arguments
+from groupwise.environments.runtime import EnvironmentBroken, EnvironmentKind, ToolResult, ToolRuntime, error_text
+from groupwise.environments.schemas import WrongArguments, name_of, typed
 from groupwise.environments.tool_calls import BrokenCall, ParsedCall, ParsedTurn, form_of, opens_thinking
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
-from groupwise.records import Episode, Finish
+from groupwise.records import Episode, Finish, ToolCall
 from groupwise.utils import threads
 from groupwise.utils.spelling import nearest
 from groupwise.utils.terminal import logger
@@ -91,10 +84,9 @@ class ToolWorld:
 class _Outcome:
     """What came of a turn."""
 
-    calls: Sequence[ParsedCall | BrokenCall] = ()
-    results: Sequence[ToolResult] = ()
-    """One of each call."""
-    answers: Messages = field(default_factory=list)
+    calls: Sequence[ToolCall] = ()
+    texts: Sequence[str] = ()
+    """The answer: a result for each call, or an observation."""
     reward: float | None = None
     finish: Finish | None = None
     """Why the episode is over; None: it continues."""
@@ -110,6 +102,7 @@ class ToolEpisode:
         self._world, self._stream, self._kind, self._seed = world, stream, kind, seed
         self._prompt = stream.prompt
         self._environment = world.runtime.make(kind)
+        self._schemas = {name_of(schema): schema for schema in kind.schemas}
         self._tools, self._variables = kind.schemas or None, world.prompts.variables_of(stream.prompt.row)
         self._written: Messages = []
         """The whole conversation, with marks around what is encoded as text."""
@@ -117,8 +110,10 @@ class ToolEpisode:
         """Of what the next turn is drawn behind: all of it where the past is split, else its end."""
         self._messages: list[Mapping[str, Any]] = []
         """Those behind the prompt."""
-        self._end: EnvironmentEnd | None = None
-        self._failed = False
+        self._ended, self._failed = False, False
+        """Whether the environment has been ended, and whether because it failed."""
+        self._reward: float | None = None
+        self._state: Mapping[str, Any] | None = None
         self._broken_off = False
         """True if it was ended from outside: what fails then is no failure."""
         self._deadline = 0.0
@@ -126,21 +121,22 @@ class ToolEpisode:
 
     def open(self) -> Future[Reply]:
         """Reset the environment in a thread; its observation ends the prompt."""
-        return self._begin(self._open)
+        self._pending = threads.begin(self._open, "episode")
+        return self._pending
 
     def answer(self) -> Future[Reply]:
         """Carry out the calls of the turn, or `step`, in a thread."""
-        return self._begin(self._answer)
+        self._pending = threads.begin(self._answer, "episode")
+        return self._pending
 
     def close(self, finish: Finish) -> Episode:
         """End the environment, and the episode as a record.  Kills what still runs where sampling was broken off."""
         if self._pending is not None and not self._pending.done():
             self._broken_off = True
             self._environment.kill()
-        elif self._end is None:
-            self._end_environment(judged=finish is not Finish.ERROR)
-        end, turns = self._end or EnvironmentEnd(), tuple(self._stream.turns)
-        reward = end.reward
+        elif not self._ended:
+            self._end(judged=finish is not Finish.ERROR)
+        reward, turns = self._reward, tuple(self._stream.turns)
         if reward is None and self._kind.steps and not self._failed and finish is not Finish.ERROR:
             reward = sum(turn.reward or 0.0 for turn in turns)  # 0 of an episode that was over before anything was worth something
         return Episode(
@@ -149,14 +145,10 @@ class ToolEpisode:
             branches=tuple(self._stream.branches),
             reward=reward,
             environment=self._kind.name or (self._kind.title if self._kind.resets else ""),
-            state=end.state,
+            state=self._state,
         )
 
     # ---- inside --------------------------------------------------------------------------------------------------------------
-
-    def _begin(self, work: Callable[[], Reply]) -> Future[Reply]:
-        self._pending = threads.begin(work, "episode")
-        return self._pending
 
     @property
     def _left(self) -> float:
@@ -186,34 +178,39 @@ class ToolEpisode:
         return Reply(NOTHING, context=None if np.array_equal(context, self._prompt.tokens) else context)
 
     def _answer(self) -> Reply:
-        began, turn = time.monotonic(), self._stream.turns[-1]
+        began, settings, turn = time.monotonic(), self._world.settings, self._stream.turns[-1]
         tokens = self._stream.tokens[turn.begin : turn.end]
         parsed = self._world.codec.parse(tokens, self._tools, thinking=opens_thinking(self._text))
         message = parsed.message()
         self._messages.append(message)
         self._written.append(message)
         outcome = self._outcome(parsed, turn.finish)
-        answers, over, cut = outcome.answers, outcome.finish, False
-        if answers:
-            texts, cut = self._cut([answer["content"] for answer in answers])
-            answers = [{**answer, "content": text} for answer, text in zip(answers, texts, strict=True)]
-        if over is None and len(self._stream.turns) >= self._world.settings.max_turns:
+        texts, cut = self._cut(outcome.texts)
+        over = outcome.finish
+        if over is None and len(self._stream.turns) >= settings.max_turns:
             over = Finish.TURNS
         if over is None and self._deadline <= time.monotonic():
             over = Finish.DEADLINE
         self._stream.turns[-1] = replace(
             turn,
             finish=Finish.TOOL_CALLS if parsed.calls and turn.finish is not Finish.LENGTH else turn.finish,
-            calls=tuple(
-                recorded(call, answer["content"], result.seconds, result.failure)
-                for call, result, answer in zip(outcome.calls, outcome.results, answers, strict=False)
-            ),
-            answer="\n".join(answer["content"] for answer in answers) if over is None else "",
+            calls=tuple(replace(call, result=text) for call, text in zip(outcome.calls, texts, strict=False)),
+            answer="\n".join(texts) if over is None else "",
             seconds=time.monotonic() - began,
             truncated=cut,
             reward=outcome.reward,
         )
-        return self._continue(answers) if over is None else self._over(over, outcome.failure)
+        if over is not None:
+            return self._over(over, outcome.failure)
+        if not outcome.calls:
+            return self._continue([{"role": "user", "content": text} for text in texts])
+        names = [call.name if isinstance(call, ParsedCall) else "error" for call in parsed.calls]
+        return self._continue(
+            [
+                {"role": "tool", "name": name, "tool_call_id": call.id, "content": text}
+                for name, call, text in zip(names, parsed.calls, texts, strict=True)
+            ]
+        )
 
     def _outcome(self, parsed: ParsedTurn, finish: Finish) -> _Outcome:
         """What comes of a turn: results of its calls, an observation, or the end of the episode."""
@@ -222,21 +219,55 @@ class ToolEpisode:
         if self._left <= 0:
             return _Outcome(finish=Finish.DEADLINE)
         if parsed.calls:
-            results, over = self._carry_out(parsed.calls)
-            answers = [
-                {"role": "tool", "name": _name(call), "tool_call_id": call.id, "content": result.text}
-                for call, result in zip(parsed.calls, results, strict=True)
-            ]
-            why = "a call took the environment with it" if over is not None else ""
-            return _Outcome(calls=parsed.calls, results=results, answers=answers, finish=over, failure=why)
+            return self._carry_out(parsed.calls)
         if not self._kind.steps:
             return _Outcome(finish=finish)
         try:
-            step = self._environment.step(parsed.content, seconds=self._left)
+            observation, reward, done = self._environment.step(parsed.content, seconds=self._left)
         except EnvironmentBroken as broken:
             return _Outcome(finish=broken.finish, failure=str(broken))
-        answer = {"role": "user", "content": step.observation}
-        return _Outcome(answers=[answer], reward=step.reward, finish=Finish.DONE if step.done else None)
+        return _Outcome(texts=[observation], reward=reward, finish=Finish.DONE if done else None)
+
+    def _carry_out(self, calls: Sequence[ParsedCall | BrokenCall]) -> _Outcome:
+        """The calls' results, in their order; those that cannot be carried out are told why."""
+        checked = [self._checked(call) for call in calls]
+        carried, over = self._called([one for one in checked if not isinstance(one, ToolResult)])
+        rest = iter(carried)
+        results = [one if isinstance(one, ToolResult) else next(rest) for one in checked]
+        return _Outcome(
+            calls=[recorded(call, one.text, one.seconds, one.failure) for call, one in zip(calls, results, strict=True)],
+            texts=[one.text for one in results],
+            finish=over,
+            failure="a call took the environment with it" if over is not None else "",
+        )
+
+    def _checked(self, call: ParsedCall | BrokenCall) -> tuple[str, Mapping[str, Any]] | ToolResult:
+        """The tool, and the arguments as it wants them; the result of a call that cannot be carried out."""
+        if isinstance(call, BrokenCall):
+            return ToolResult(text=error_text(call.why), failure="unreadable")
+        if call.name not in self._schemas:
+            close = nearest(call.name, self._schemas)
+            hint = f"did you mean {close}?" if close else f"there are: {', '.join(self._schemas)}"
+            return ToolResult(text=error_text(f"there is no tool {call.name!r}; {hint}"), failure="unknown")
+        try:
+            return call.name, typed(self._schemas[call.name], call.arguments)
+        except WrongArguments as wrong:
+            return ToolResult(text=error_text(str(wrong)), failure="arguments")
+
+    def _called(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[ToolResult], Finish | None]:
+        """The calls' results.  Each call has a limit of its own, and several, one after the other, have the episode's, too."""
+        if len(calls) < 2:
+            return self._environment.call(calls, seconds=self._left)
+        late = threading.Event()
+        end = threading.Timer(self._deadline - time.monotonic(), lambda: (late.set(), self._environment.kill()))
+        end.daemon = True
+        end.start()
+        try:
+            results, over = self._environment.call(calls, seconds=self._left)
+        finally:
+            end.cancel()
+            end.join()
+        return results, Finish.DEADLINE if late.is_set() else over
 
     def _continue(self, answers: Messages) -> Reply:
         """The reply after which the next turn is drawn."""
@@ -268,50 +299,26 @@ class ToolEpisode:
     def _over(self, finish: Finish, why: str = "") -> Reply:
         """The episode ends: its environment is asked for its reward, and closed.   why: it has failed, and cannot be asked."""
         if why:
-            self._end, self._failed = EnvironmentEnd(), True
-            self._environment.kill()
-            if finish is Finish.ERROR and not self._broken_off:
-                self._world.broken(why)
-        elif not self._end_environment(judged=True):
+            self._break(why, counts=finish is Finish.ERROR)
+        elif not self._end(judged=True):
             finish = Finish.ERROR
         return Reply(NOTHING, finish=finish)
 
-    def _end_environment(self, *, judged: bool) -> bool:
-        """False if the environment failed."""
-        self._end = EnvironmentEnd()
+    def _end(self, *, judged: bool) -> bool:
+        """Ask the environment for its reward, and close it; False if it failed."""
+        self._ended = True
         try:
-            self._end = self._environment.end(judged, seconds=self._world.settings.tool_timeout)
+            self._reward, self._state = self._environment.end(judged, seconds=self._world.settings.tool_timeout)
         except EnvironmentBroken as broken:
-            self._environment.kill()
-            if judged and not self._broken_off:
-                self._world.broken(str(broken))
-            self._failed = True
-            return False
-        return True
+            self._break(str(broken), counts=judged)
+        return not self._failed
 
-    def _carry_out(self, calls: Sequence[ParsedCall | BrokenCall]) -> tuple[list[ToolResult], Finish | None]:
-        """The result of each call, in their order, and why the episode cannot continue, if it cannot."""
-        known = {name_of(schema): schema for schema in self._kind.schemas}
-        refused = [_refusal(call, known) for call in calls]
-        wanted = [call for call, no in zip(calls, refused, strict=True) if no is None and isinstance(call, ParsedCall)]
-        results, over = self._called([(call.name, typed(known[call.name], call.arguments)) for call in wanted])
-        carried = iter(results)
-        return [no or next(carried) for no in refused], over
-
-    def _called(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[ToolResult], Finish | None]:
-        """The calls' results.  Each call has a limit of its own, and several, one after the other, have the episode's, too."""
-        if len(calls) < 2:
-            return self._environment.call(calls, seconds=self._left)
-        late = threading.Event()
-        end = threading.Timer(self._deadline - time.monotonic(), lambda: (late.set(), self._environment.kill()))
-        end.daemon = True
-        end.start()
-        try:
-            results, over = self._environment.call(calls, seconds=self._left)
-        finally:
-            end.cancel()
-            end.join()
-        return results, Finish.DEADLINE if late.is_set() else over
+    def _break(self, why: str, *, counts: bool) -> None:
+        """The environment has failed.  Raises EnvironmentFailure if too many have."""
+        self._ended = self._failed = True
+        self._environment.kill()
+        if counts and not self._broken_off:
+            self._world.broken(why)
 
     def _cut(self, texts: Sequence[str]) -> tuple[list[str], bool]:
         """Texts within the budget of one answer, and whether something is missing.  They share it evenly if it is too small."""
@@ -322,18 +329,6 @@ class ToolEpisode:
             return list(texts), False
         most, length = settings.max_observation_tokens // len(texts), settings.max_observation_bytes // len(texts)
         return [truncated(text, length, most, count) for text in texts], True
-
-
-def _refusal(call: ParsedCall | BrokenCall, known: Mapping[str, Mapping[str, Any]]) -> ToolResult | None:
-    """Why a call is not carried out; None if it is.   known: the tools by name."""
-    if isinstance(call, BrokenCall):
-        return ToolResult(text=error_text(call.why), failure="unreadable")
-    if call.name not in known:
-        close = nearest(call.name, known)
-        hint = f"did you mean {close}?" if close else f"there are: {', '.join(known)}"
-        return ToolResult(text=error_text(f"there is no tool {call.name!r}; {hint}"), failure="unknown")
-    wrong = wrong_arguments(known[call.name], call.arguments)
-    return None if wrong is None else ToolResult(text=error_text(wrong), failure="arguments")
 
 
 def truncated(text: str, most_bytes: int, most_tokens: int, tokens: Any) -> str:
@@ -368,7 +363,3 @@ def _appended(messages: Messages, observation: str, template: Template) -> Messa
     if isinstance(content, list):
         return [*messages[:-1], {**last, "content": [*content, {"type": "text", "text": shown}]}]
     return [*messages[:-1], {**last, "content": f"{content or ''}{shown}"}]
-
-
-def _name(call: ParsedCall | BrokenCall) -> str:
-    return call.name if isinstance(call, ParsedCall) else "error"

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
-from socket import SHUT_RDWR, socket
 from urllib.parse import parse_qsl, urlsplit
 
-from groupwise.errors import ConfigError, DataError
-from groupwise.utils import threads
+from groupwise.errors import DataError
+from groupwise.utils.http import Handler, Server
 from groupwise.utils.terminal import logger
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.sources import open_sources
@@ -51,8 +46,6 @@ PATIENCE = 10.0
 """Seconds in which a request must have come; a connection that waits for its next one is closed, too."""
 SMALL = 1400
 """Bytes that fit into one packet and are not worth compressing."""
-NOTICED = 0.05
-"""Seconds within which a server notices that it is to stop."""
 
 
 def asset(name: str) -> bytes:
@@ -67,22 +60,13 @@ def page() -> str:
     return asset("index.html").decode().replace("<!--styles-->", styles).replace("<!--scripts-->", scripts)
 
 
-class Viewer(ThreadingHTTPServer):
+class Viewer(Server):
     """The server of one set of pages.  Use it as a context manager, or call `close`."""
-
-    daemon_threads = True
-    allow_reuse_address = True
 
     def __init__(self, pages: Pages, port: int = 0) -> None:
         """port: 0 takes a free one.  Raises ConfigError if the port is taken."""
+        super().__init__("127.0.0.1", port, _PageHandler, seconds=PATIENCE)
         self.pages = pages
-        self._awaited: dict[socket, float] = {}
-        try:
-            super().__init__(("127.0.0.1", port), _PageHandler)
-        except OSError as error:
-            raise ConfigError(f"port {port} cannot be listened on ({error}); name another with --port, or 0 for any") from error
-        self.port = self.server_address[1]
-        self.hosts = {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]")}
         served = {f"/static/{name}": asset(name) for name in (*SCRIPTS, *STYLES, "vendor/uPlot.LICENSE.txt", "icon.svg")}
         self.files = {"/": page().encode(), **served}
         self.pages.start()
@@ -92,62 +76,17 @@ class Viewer(ThreadingHTTPServer):
         """Where a browser finds it."""
         return f"http://127.0.0.1:{self.port}/"
 
-    def start(self) -> Viewer:
-        """Serve in a thread."""
-        threads.begin(partial(self.serve_forever, NOTICED), "viewer")
-        return self
-
     def close(self) -> None:
         """Stop serving."""
-        self.shutdown()
-        self.server_close()
+        super().close()
         self.pages.stop()
 
-    def __enter__(self) -> Viewer:
-        return self.start()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def awaits(self, connection: socket, ends: float | None) -> None:
-        """Note until when a connection must have sent its request; None: it has."""
-        if ends is None:
-            self._awaited.pop(connection, None)
-        else:
-            self._awaited[connection] = ends
-
-    def service_actions(self) -> None:
-        """End connections whose request does not come, or too slowly."""
-        now = time.monotonic()
-        for connection, ends in list(self._awaited.items()):
-            if now > ends:
-                self.awaits(connection, None)
-                with suppress(OSError):
-                    connection.shutdown(SHUT_RDWR)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that went away is no event."""
-        log.debug("a request ended early", exc_info=True)
-
-
-class _PageHandler(BaseHTTPRequestHandler):
+class _PageHandler(Handler):
     server: Viewer
-    server_version, sys_version = "groupwise", ""
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # a head and a body are two small writes: the second would wait for the first's receipt
-
-    def handle_one_request(self) -> None:
-        """One request, for which the connection does not wait without end."""
-        self.server.awaits(self.connection, time.monotonic() + PATIENCE)
-        try:
-            super().handle_one_request()
-        finally:
-            self.server.awaits(self.connection, None)
 
     def do_GET(self) -> None:
-        self.server.awaits(self.connection, None)
-        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # a body would be read as the next request
+        if self.has_body:
             self._send(HTTPStatus.BAD_REQUEST, b"this request has a body\n", "text/plain")
             return
         try:
@@ -158,8 +97,7 @@ class _PageHandler(BaseHTTPRequestHandler):
             return
         if (refused := self._refused(where.path)) is not None:
             self._send(refused, b"refused\n", "text/plain")
-            return
-        if where.path in self.server.files:
+        elif where.path in self.server.files:
             kind = TYPES[Path(where.path).suffix or ".html"]
             self._send(HTTPStatus.OK, self.server.files[where.path], kind)
         elif where.path.startswith("/api/"):
@@ -209,9 +147,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        log.debug(format, *arguments)
+        self.drop_body()
 
 
 def _json(answer: object) -> bytes:

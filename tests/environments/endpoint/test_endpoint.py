@@ -11,9 +11,9 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from groupwise.environments.chat_codec import ChatCodec, RenderedRequest
+from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.endpoint import LARGEST, Endpoint
-from groupwise.environments.requests import SampledTokens
+from groupwise.environments.requests import SampledTokens, TurnRequest
 from groupwise.errors import ConfigError
 from groupwise.records import Finish
 
@@ -30,14 +30,14 @@ class Echo:
     def __init__(self, codec: ChatCodec) -> None:
         self.codec = codec
 
-    def render(self, request):
+    def render(self, request, agent):
         ids, _ = self.codec.render(request)
-        return RenderedRequest(ids, False, request.messages, None)
+        return TurnRequest(ids, request, agent)
 
-    def respond(self, request, rendered, sampled):
-        return self.codec.read(sampled, request, rendered.thinking, ())
+    def respond(self, request, thinking, sampled):
+        return self.codec.read(sampled, request, thinking, ())
 
-    def draw(self, context, sampling, rendered=None, *, agent=""):
+    def draw(self, request):
         done: Future = Future()
         done.set_result(SampledTokens([7, self.codec.eos_ids[0]], [-0.1, -0.2], Finish.EOS, 0))
         return done
@@ -277,7 +277,7 @@ def test_a_request_whose_client_has_gone_is_not_begun(serve, chat_tokenizer, end
     asked, waiting = threading.Event(), Future()
 
     class Slow(Echo):
-        def draw(self, context, sampling, rendered=None, *, agent=""):
+        def draw(self, request):
             asked.set()
             return waiting
 
@@ -306,7 +306,7 @@ def test_many_wait_at_once(serve, chat_tokenizer, end_id):
     lock = threading.Lock()
 
     class Gate(Echo):
-        def draw(self, context, sampling, rendered=None, *, agent=""):
+        def draw(self, request):
             with lock:
                 gate.append(Future())
                 return gate[-1]
