@@ -6,7 +6,7 @@ everywhere, so that scoring in training mode and sampling in evaluation mode agr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config.settings import ScratchSettings
@@ -40,7 +40,7 @@ def scratch_model(
 
     _check(settings, vocabulary, {"bos": bos_id, "pad": pad_id} | {f"eos[{i}]": eos for i, eos in enumerate(eos_ids)})
     ids = {"bos_token_id": bos_id, "eos_token_id": _one_or_list(eos_ids), "pad_token_id": pad_id}
-    config = _FAMILIES[settings.family](settings, {"vocab_size": vocabulary, "tie_word_embeddings": True, **ids})
+    config = _config(settings, {"vocab_size": vocabulary, "tie_word_embeddings": True, **ids})
     if inner is not None:
         config.intermediate_size = inner
     with torch.random.fork_rng(devices=[]):
@@ -58,70 +58,17 @@ def scratch_model(
     return model.eval()
 
 
-def _llama(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import LlamaConfig
+def _config(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
+    """The family's configuration.  A gated MLP is 8/3 as wide as the model: as many weights as a plain one of 4."""
+    from transformers import AutoConfig
 
-    return LlamaConfig(**_rotary(settings), **common)
-
-
-def _qwen2(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(**_rotary(settings), **common)
-
-
-def _qwen3(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**_rotary(settings), head_dim=settings.hidden // settings.heads, **common)
-
-
-def _qwen3_5(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Qwen3_5TextConfig  # type: ignore[attr-defined]
-
-    width, last = settings.hidden // settings.heads, settings.layers - 1
-    kinds = ["full_attention" if i % 4 == 3 or i == last else "linear_attention" for i in range(settings.layers)]
-    states = {f"linear_num_{part}_heads": settings.heads for part in ("key", "value")}
-    states |= {f"linear_{part}_head_dim": width for part in ("key", "value")}
-    return Qwen3_5TextConfig(**_rotary(settings), **states, head_dim=width, layer_types=kinds, **common)
-
-
-def _gemma2(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Gemma2Config
-
-    head = settings.hidden // settings.heads
-    return Gemma2Config(**_rotary(settings), head_dim=head, query_pre_attn_scalar=head, **common)
-
-
-def _mixtral(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import MixtralConfig
-
-    return MixtralConfig(**_rotary(settings), num_local_experts=4, num_experts_per_tok=2, **common)
-
-
-def _gpt2(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import GPT2Config
-
-    if settings.kv_heads not in (None, settings.heads):
-        raise ConfigError(f"gpt2 has no grouped key-value heads: leave kv_heads out or set it to {settings.heads}")
-    shape = {"n_embd": settings.hidden, "n_layer": settings.layers, "n_head": settings.heads, "n_positions": settings.context}
-    return GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common)
-
-
-_FAMILIES: dict[str, Callable[[ScratchSettings, dict[str, Any]], PretrainedConfig]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen3_5": _qwen3_5,
-    "gpt2": _gpt2,
-    "gemma2": _gemma2,
-    "mixtral": _mixtral,
-}
-
-
-def _rotary(settings: ScratchSettings) -> dict[str, Any]:
-    """Fields that the rotary families share.  The gated MLP is 8/3 as wide as the model: as many weights as a plain one of 4."""
-    return {
+    family, width, last = settings.family, settings.hidden // settings.heads, settings.layers - 1
+    if family == "gpt2":
+        if settings.kv_heads not in (None, settings.heads):
+            raise ConfigError(f"gpt2 has no grouped key-value heads: leave kv_heads out or set it to {settings.heads}")
+        shape = {"n_embd": settings.hidden, "n_layer": settings.layers, "n_head": settings.heads, "n_positions": settings.context}
+        return AutoConfig.for_model(family, **shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common)
+    fields = {
         "hidden_size": settings.hidden,
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
@@ -129,6 +76,19 @@ def _rotary(settings: ScratchSettings) -> dict[str, Any]:
         "intermediate_size": 32 * -(-settings.hidden * 8 // (3 * 32)),
         "max_position_embeddings": settings.context,
     }
+    match family:
+        case "qwen3":
+            fields |= {"head_dim": width}
+        case "qwen3_5":
+            kinds = ["full_attention" if i % 4 == 3 or i == last else "linear_attention" for i in range(settings.layers)]
+            fields |= {"head_dim": width, "layer_types": kinds}
+            fields |= {f"linear_num_{part}_heads": settings.heads for part in ("key", "value")}
+            fields |= {f"linear_{part}_head_dim": width for part in ("key", "value")}
+        case "gemma2":
+            fields |= {"head_dim": width, "query_pre_attn_scalar": width}
+        case "mixtral":
+            fields |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return AutoConfig.for_model("qwen3_5_text" if family == "qwen3_5" else family, **fields, **common)
 
 
 def _check(settings: ScratchSettings, vocabulary: int, ids: dict[str, int | None]) -> None:
