@@ -318,6 +318,15 @@ def test_k1_to_k9_one_mistake_is_one_line(override: str, message: str) -> None:
     assert [line.strip() for line in more] in ([], ["[1", "^"])  # YAML shows the place
 
 
+def test_a_section_that_is_none_is_said_once_also_where_stages_lie_over_it() -> None:
+    text = STAGED.replace("name: demo\n", "name: demo\noptimizer: 3\n")
+    assert refused(text) == ["r.yaml:2: optimizer must be a section (a mapping); got 3"]
+    assert refused(text, "optimizer.lr=1e-3") == [
+        "r.yaml:2: optimizer must be a section (a mapping); got 3",
+        "override optimizer.lr=1e-3: optimizer is 3, there is no optimizer.lr in it",
+    ]
+
+
 def test_k8_never_says_could_not_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

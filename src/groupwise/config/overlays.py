@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from groupwise.config import schema
@@ -78,7 +78,9 @@ def stage_documents(root: Document, changes: Sequence[Change], problems: list[Pr
     for path, change in sorted(changes, key=lambda change: change[0][0] == "stages"):
         if path[0] != "stages":
             for document in documents.values():
-                _set(document, path, change, problems, every=stages is not None)
+                comes_from_a_stage = path[:2] in SOURCES and str(document.get((path[0], "path"))).startswith(STAGE)
+                if stages is None or not comes_from_a_stage:
+                    _set(document, path, change, problems)
         elif stages is None:
             problems.append(Problem(change.place(()).where, "this recipe holds no stages"))
         elif len(path) < 3 or path[1] not in documents:
@@ -101,7 +103,7 @@ def in_full(document: Document, at: Path = ()) -> Document:
     """
 
     def full(value: Any, path: Path) -> Any:
-        key = schema.normal(".".join(map(str, (*at, *path))))
+        key = schema.normal(_dotted((*at, *path)))
         setting = schema.settings_table().get(key)
         if key == "rewards" and isinstance(value, str | list):
             return [full(entry, (*path, place)) for place, entry in enumerate([value] if isinstance(value, str) else value)]
@@ -121,29 +123,23 @@ def in_full(document: Document, at: Path = ()) -> Document:
 def overlaid(base: Document, overlay: Document) -> Document:
     """`overlay` on `base`: sections are merged key by key, except those that name another one; everything else is replaced."""
     merged = Document(copy.deepcopy(base.values), dict(base.places))
-
-    def lay(section: Path) -> None:
-        for key, value in overlay.get(section).items():
-            path = (*section, key)
-            if value is not None:
-                _take_away(merged, path, overlay)
-            setting = schema.settings_table().get(".".join(map(str, path)))
-            is_section = setting is not None and setting.section is not None and isinstance(value, dict)
-            another = setting is not None and setting.section in BY_NAME and isinstance(value, dict) and "name" in value
-            if is_section and not another and isinstance(merged.get(path), dict):
-                lay(path)
-            else:
-                merged.put(path, overlay.part(path))
-
-    lay(())
+    for path in _leaves(overlay, ()):
+        section = schema.settings_table().get(_dotted(path))
+        if overlay.get(path) != {} or not (section and section.section and isinstance(merged.get(path), dict)):
+            _set(merged, path, overlay.part(path), [], overlay)
     return merged
 
 
-def _take_away(document: Document, path: Path, overlay: Document | None = None) -> None:
-    """Removes the alternatives of a key that is set, but for those that the same overlay sets."""
-    for other in ALTERNATIVES.get(".".join(map(str, path)), ()):
-        if overlay is None or not overlay.holds(tuple(other.split("."))):
-            document.drop(tuple(other.split(".")))
+def _leaves(overlay: Document, at: Path) -> Iterator[Path]:
+    """Where the values of an overlay stand: all but sections with something in them.   at: the section to look in."""
+    for key, value in overlay.get(at).items():
+        path = (*at, key)
+        setting = schema.settings_table().get(_dotted(path))
+        section = setting.section if setting is not None and isinstance(value, dict) and value else None
+        if section is None or (section in BY_NAME and "name" in value):
+            yield path
+        else:
+            yield from _leaves(overlay, path)
 
 
 def _check_own_data(root: Document, changes: Sequence[Change], problems: list[Problem]) -> None:
@@ -162,25 +158,28 @@ def _check_own_data(root: Document, changes: Sequence[Change], problems: list[Pr
         problems.append(Problem(change.place(()).where, message))
 
 
-def _set(document: Document, path: tuple[str, ...], change: Document, problems: list[Problem], every: bool = False) -> None:
-    """Puts an override into a document, making the sections on the way.  every: it was meant for all stages."""
-    if every and path[:2] in SOURCES and str(document.get((path[0], "path"))).startswith(STAGE):
-        return
-    place, here = change.place(()), ()
+def _set(document: Document, path: Path, change: Document, problems: list[Problem], overlay: Document | None = None) -> None:
+    """Put a value into a document, making the sections on the way.   overlay: what it is part of, if it is no override."""
+    where, here = change.place(()).where, ()
     for key in path:
-        holder, prefix = document.get(here), ".".join(map(str, here))
+        holder, prefix = document.get(here), _dotted(here)
         if holder is None:
-            document.put(here, Document({}, {(): Place(place.where)}))
+            document.put(here, Document({}, {(): overlay.place(here) if overlay is not None else Place(where)}))
         elif isinstance(holder, str) and (setting := schema.lookup(prefix)) and "`name`" in setting.expected:
             document.put(here, Document({"name": holder}, document.part(here).places))  # a function by its name gets a keyword
-        elif isinstance(holder, list) and not (key.isdigit() and int(key) < len(holder)):
+        elif isinstance(holder, list) and not (str(key).isdigit() and int(key) < len(holder)):
             message = f"{prefix} is a list of {len(holder)} (from 0); {key!r} is not one of its places"
-            problems.append(Problem(place.where, message))
+            problems.append(Problem(where, message))
             return
         elif not isinstance(holder, dict | list):
-            problems.append(Problem(place.where, f"{prefix} is {schema.show(holder)}, there is no {'.'.join(path)} in it"))
+            problems.append(Problem(where, f"{prefix} is {schema.show(holder)}, there is no {_dotted(path)} in it"))
             return
         here = (*here, int(key) if isinstance(holder, list) else key)
-        if change.values is not None:
-            _take_away(document, here)
+        for other in ALTERNATIVES.get(_dotted(here), ()) if change.values is not None else ():
+            if overlay is None or not overlay.holds(tuple(other.split("."))):
+                document.drop(tuple(other.split(".")))
     document.put(here, in_full(change, here))
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))

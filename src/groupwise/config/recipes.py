@@ -218,7 +218,8 @@ def _refuse(name: str, problems: Sequence[Problem]) -> None:
 
 
 def _listed(name: str, problems: Sequence[Problem]) -> str:
-    """One problem, or several in the order of their lines."""
+    """One problem, or several in the order of their lines; stages share those of the keys above them."""
+    problems = list(dict.fromkeys(problems))
     if len(problems) == 1:
         return str(problems[0])
 
@@ -277,7 +278,7 @@ def _valid(document: Document, problems: list[Problem]) -> Recipe:
             path, kind = _known_path(document, item["loc"][1:]), item["type"]
             place, value = document.place(path), document.get(path) if kind == "missing" else item["input"]
             wrong.setdefault(path, Problem(place.where, _message(".".join(map(str, path)), kind, value, place.text)))
-        problems += [problem for problem in wrong.values() if problem not in problems]
+        problems += wrong.values()
         return Recipe(objective="")
 
 

@@ -7,9 +7,10 @@ except for a syntax error, behind which nothing can be read.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,15 +20,18 @@ MOST_VALUES = 10_000
 """Values in one file after anchors are expanded: recipes have a hundred, a "billion laughs" file has 10^9."""
 
 TAG = "tag:yaml.org,2002:"
-_SCALARS = {
-    "null": (r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-    "bool": (r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
-    "int": (r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+)$", list("-+0123456789")),
+_SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", "~nN", lambda _: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
+    "int": (r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", "-+0123456789", lambda text: int(text, 0 if text[1:2] in "xo" else 10)),
     "float": (
-        r"^(?:[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
-        list("-+0123456789."),
+        r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
+    "str": (r"(?s).*", "", str),
 }
+"""Kind -> how it is written, what it begins with, and its value."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,8 +48,8 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
-for _name, (_pattern, _first) in _SCALARS.items():
-    _Loader.add_implicit_resolver(TAG + _name, re.compile(_pattern), _first)
+for _name, (_pattern, _first, _) in list(_SCALARS.items())[:-1]:
+    _Loader.add_implicit_resolver(TAG + _name, re.compile(f"^(?:{_pattern})$"), [*_first, *([""] if _name == "null" else [])])
 
 
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
@@ -82,15 +86,8 @@ class Document:
     values: Any
     places: dict[Path, Place] = field(default_factory=dict)
 
-    def get(self, path: Path) -> Any:
-        """The value at `path`; None if there is none."""
-        return self._find(path)[0]
-
-    def holds(self, path: Path) -> bool:
-        """True if there is a value at `path`."""
-        return self._find(path)[1]
-
-    def _find(self, path: Path) -> tuple[Any, bool]:
+    def get(self, path: Path, default: Any = None) -> Any:
+        """The value at `path`."""
         here: Any = self.values
         for key in path:
             match here:
@@ -99,8 +96,12 @@ class Document:
                 case list() if isinstance(key, int) and key < len(here):
                     here = here[key]
                 case _:
-                    return None, False
-        return here, True
+                    return default
+        return here
+
+    def holds(self, path: Path) -> bool:
+        """True if there is a value at `path`."""
+        return self.get(path, self) is not self
 
     def place(self, path: Path) -> Place:
         """The place of the value at `path`, or of the innermost one around it."""
@@ -114,10 +115,9 @@ class Document:
 
     def put(self, path: Path, part: Document) -> None:
         """Set the value at `path`; what holds it is there."""
-        if self.holds(path):
-            self.drop(path)
-        self.get(path[:-1])[path[-1]] = copy.deepcopy(part.values)
+        self.places = {one: place for one, place in self.places.items() if one[: len(path)] != path}
         self.places |= {(*path, *one): place for one, place in part.places.items()}
+        self.get(path[:-1])[path[-1]] = copy.deepcopy(part.values)
 
     def drop(self, path: Path) -> None:
         """Take a key of a mapping away; what is no key there is left alone."""
@@ -151,8 +151,9 @@ def parse(text: str, name: str) -> tuple[Document, list[Problem]]:
         root = _Loader(text).get_single_node()
         if root is None:
             return Document({}, {(): Place(f"{name}:1")}), problems
-        builder = _Builder(name, problems)
-        return Document(builder.build(root, (), root.start_mark.line), builder.places), problems
+        document = Document(None)
+        document.values = _value(root, (), root.start_mark.line, name, document.places, problems, [])
+        return document, problems
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
@@ -172,72 +173,46 @@ def parse_value(text: str, where: str) -> tuple[Document, list[Problem]]:
     return Document(document.values if text.strip() else None, places), [Problem(where, problem.message) for problem in problems]
 
 
-class _Builder:
-    """YAML's own nodes -> plain values and their places."""
+def _value(
+    node: yaml.Node, path: Path, line: int, name: str, places: dict[Path, Place], problems: list[Problem], around: list[yaml.Node]
+) -> Any:
+    """The value of one of YAML's nodes; adds the places of what is in it, and the mistakes.
 
-    def __init__(self, name: str, problems: list[Problem]) -> None:
-        self.name = name
-        self.problems = problems
-        self.places: dict[Path, Place] = {}
-        self.values = 0
-        self.open: set[int] = set()
+    line: of its key, from 0.   around: the nodes that it lies in.
+    """
+    if len(places) >= MOST_VALUES or node in around:
+        problem = f"more than {MOST_VALUES} values once its anchors are expanded"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    places[path] = Place(f"{name}:{line + 1}", node.value if isinstance(node, yaml.ScalarNode) else "")
 
-    def build(self, node: yaml.Node, path: Path, line: int) -> Any:
-        """The value of a node.   line: of its key, from 0."""
-        self.values += 1
-        if self.values > MOST_VALUES or id(node) in self.open:
-            problem = f"more than {MOST_VALUES} values once its anchors are expanded"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        self.open.add(id(node))
-        text = node.value if isinstance(node, yaml.ScalarNode) else ""
-        self.places[path] = Place(f"{self.name}:{line + 1}", text)
-        try:
-            if isinstance(node, yaml.MappingNode):
-                return self.mapping(node, path)
-            if isinstance(node, yaml.SequenceNode) and node.tag == TAG + "seq":
-                return [self.build(item, (*path, place), item.start_mark.line) for place, item in enumerate(node.value)]
-            return self.scalar(node)
-        finally:
-            self.open.discard(id(node))
+    def refuse(wrong: yaml.Node, message: str) -> None:
+        problems.append(Problem(f"{name}:{wrong.start_mark.line + 1}", message))
 
-    def refuse(self, node: yaml.Node, message: str) -> None:
-        self.problems.append(Problem(f"{self.name}:{node.start_mark.line + 1}", message))
+    def inside(inner: yaml.Node, key: str | int, line: int) -> Any:
+        return _value(inner, (*path, key), line, name, places, problems, [*around, node])
 
-    def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
-        if node.tag != TAG + "map":
-            self.refuse(node, f"the tag {node.tag} is not allowed")
-        values: dict[str, Any] = {}
-        lines: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            key, line = key_node.value if isinstance(key_node, yaml.ScalarNode) else None, key_node.start_mark.line
-            if key is None:
-                self.refuse(key_node, "a key must be a word")
-            elif key_node.tag == TAG + "merge" or key == "<<":
-                self.refuse(key_node, "merge keys (<<) are not allowed: say what is shared at the top, and use `stages`")
-            elif key in values:
-                self.refuse(key_node, f"{key!r} stands here twice (first on line {lines[key] + 1})")
-            else:
-                values[key], lines[key] = self.build(value_node, (*path, key), line), line
-        return values
-
-    def scalar(self, node: yaml.Node) -> str | int | float | bool | None:
-        text, kind = node.value, node.tag.removeprefix(TAG)
-        match kind:
-            case "str":
-                return text
-            case "null":
-                return None
-            case "bool" if text.lower() in ("true", "false"):
-                return text.lower() == "true"
-        try:
-            if kind == "int":
-                return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
-            if kind == "float":
-                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        except ValueError:
-            pass
-        self.refuse(node, f"the tag {node.tag} is not allowed")
-        return None
+    kind = node.tag.removeprefix(TAG)
+    match node:
+        case yaml.SequenceNode() if kind == "seq":
+            return [inside(inner, place, inner.start_mark.line) for place, inner in enumerate(node.value)]
+        case yaml.ScalarNode() if kind in _SCALARS and re.fullmatch(_SCALARS[kind][0], node.value):
+            with contextlib.suppress(ValueError):  # thousands of digits
+                return _SCALARS[kind][2](node.value)
+    if not isinstance(node, yaml.MappingNode) or kind != "map":
+        refuse(node, f"the tag {node.tag} is not allowed")
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
+        key, line = key_node.value if isinstance(key_node, yaml.ScalarNode) else None, key_node.start_mark.line
+        if key is None:
+            refuse(key_node, "a key must be a word")
+        elif key_node.tag == TAG + "merge" or key == "<<":
+            refuse(key_node, "merge keys (<<) are not allowed: say what is shared at the top, and use `stages`")
+        elif key in values:
+            refuse(key_node, f"{key!r} stands here twice (first on line {lines[key] + 1})")
+        else:
+            values[key], lines[key] = inside(value_node, key, line), line
+    return values if isinstance(node, yaml.MappingNode) else None
 
 
 def dump(data: Mapping[str, Any]) -> str:
