@@ -102,7 +102,7 @@ def test_a_slow_call_is_named_and_a_workers_start_is_none(tmp_path, monkeypatch)
     real = time.monotonic
     monkeypatch.setattr("groupwise.utils.processes.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
     monkeypatch.setattr("groupwise.rewards.compose.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
-    monkeypatch.setattr("groupwise.rewards.math_checker._shared", None)
+    shared_checker.cache_clear()
     ready, compare = WorkerProcess.ready, Checker.compare
 
     def start(process):

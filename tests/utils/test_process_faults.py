@@ -86,9 +86,8 @@ def outcome_of(process: WorkerProcess, what: str, rng: random.Random) -> None:
 
 
 def ended_by_another_thread(process: WorkerProcess, rng: random.Random) -> None:
-    """Killed, or told to end, at some moment of a call: it is answered or it has died; afterwards it has."""
-    ends = rng.choice([process.kill, process.end])
-    other = threading.Timer(rng.uniform(0.0, 0.03), ends)
+    """Killed at some moment of a call: it is answered or it has died; afterwards it has."""
+    other = threading.Timer(rng.uniform(0.0, 0.03), process.kill)
     other.start()
     assert answer_to(process, rng.choice(["wait", "large", "hang"]), WAIT) in ("answered", "died")
     other.join()

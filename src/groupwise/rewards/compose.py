@@ -33,7 +33,7 @@ from groupwise.rewards.step_signals import step_signal
 from groupwise.rewards.trainer_state import TrainerState
 from groupwise.rewards.user_functions import Completions, Reward, asynchronous, read_signature
 from groupwise.utils import process_main, threads
-from groupwise.utils.processes import STARTS
+from groupwise.utils.processes import Pool
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -273,18 +273,14 @@ class Rewards:
     def plan(self) -> Iterator[str]:
         """Each function with where it runs, and what happens to a call that does not end."""
         for reward in self._rewards:
-            if reward.name in self._hosts:
-                each = "a completion" if reward.signature.single else "a call"
-                default = f"{calls.DEFAULT_SECONDS:g} s"
-                default += "" if reward.signature.single else f", or {calls.SECONDS_EACH:g} s a completion,"
-                late = (
-                    f"{reward.timeout:g} s for {each}, then None"
-                    if reward.timeout is not None
-                    else f"{each} that takes {default} ends the run"
-                )
-                yield f"{reward.name}: in a worker process; {late}"
-            else:
+            each = "a completion" if reward.signature.single else "a call"
+            more = "" if reward.signature.single else f", or {calls.SECONDS_EACH:g} s a completion,"
+            if reward.name not in self._hosts:
                 yield f"{reward.name}: in this process"
+            elif reward.timeout is not None:
+                yield f"{reward.name}: in a worker process; {reward.timeout:g} s for {each}, then None"
+            else:
+                yield f"{reward.name}: in a worker process; {each} that takes {calls.DEFAULT_SECONDS:g} s{more} ends the run"
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
         """Score every completion of every group, in one call per function; groups and completions keep their order.
@@ -341,12 +337,12 @@ class Rewards:
         columns: dict[str, list[Any]] = {}
         for name, outcome in zip(self.names, outcomes, strict=True):
             for metric, values in outcome.notes.get("metrics", {}).items():
-                metrics.setdefault(metric, []).extend(values)
+                metrics.setdefault(metric, []).extend(filter(math.isfinite, values))
             for column, values in outcome.notes.get("columns", {}).items():
                 if column in columns:
                     raise RewardError(f"the reward function {name!r} logs the column {column!r}, which another one logs, too")
                 columns[column] = values
-        return {metric: mean_of_finite(values) for metric, values in metrics.items()}, columns
+        return {metric: float(np.mean(values)) if values else math.nan for metric, values in metrics.items()}, columns
 
     def _called(self, batch: Completions) -> list[Outcome]:
         """What each function gave.  The first failure ends all calls: their answers would be taken for those of the next."""
@@ -498,16 +494,6 @@ def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     return np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * np.asarray(weights), axis=1))
 
 
-def mean_of_finite(values: Sequence[float]) -> float:
-    """The mean of the numbers that are finite; NaN if none is.
-
-    >>> mean_of_finite([1.0, float("nan"), 2.0])
-    1.5
-    """
-    finite = [value for value in values if np.isfinite(value)]
-    return float(np.mean(finite)) if finite else float("nan")
-
-
 def as_messages(text: str) -> list[dict[str, str]]:
     """A completion as the chat message that it is."""
     return [{"role": "assistant", "content": text}]
@@ -544,30 +530,27 @@ def _hosts(rewards: Sequence[Reward], files: dict[str, Host], live: Mapping[str,
 
 def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[RewardCall]:
     """A call for each completion, or one for all.  Raises RewardError for arguments that cannot be copied."""
-    keywords, signature = reward.keywords(batch), reward.signature
-    if signature.single:
-        parts = [([label], {name: values[n] for name, values in keywords.items()}) for n, label in enumerate(batch.labels)]
-    else:
-        parts = [(list(batch.labels), keywords)] if len(batch) else []
-    made = []
-    texts = {label: text[:200] for label, text in zip(batch.labels, batch.texts, strict=True)}
-    for labels, part in parts:
-        try:
-            payload = pickle.dumps(part)
-        except Exception as error:  # whatever an object of a data row raises
-            names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
-            raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
-        text = texts[labels[0]] if signature.single else None
-        made.append(RewardCall(reward=reward, labels=labels, pickled=payload, state=state, text=text))
-    return made
+    keywords = reward.keywords(batch)
+    parts: list[tuple[list[str], dict[str, Any], str | None]] = [([*batch.labels], keywords, None)] if len(batch) else []
+    if reward.signature.single:
+        rows = zip(batch.labels, batch.texts, strict=True)
+        parts = [([label], {key: keywords[key][n] for key in keywords}, text[:200]) for n, (label, text) in enumerate(rows)]
+    try:
+        return [
+            RewardCall(reward=reward, labels=labels, pickled=pickle.dumps(part), state=state, text=text)
+            for labels, part, text in parts
+        ]
+    except Exception as error:  # whatever an object of a data row raises
+        names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
+        raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
 
 
 def _in_this_process(reward: Reward, batch: Completions) -> Outcome:
     """Call a built-in or a model."""
     assert reward.function is not None
-    began, starts = time.monotonic(), STARTS.seconds
+    began, starting = time.monotonic(), Pool.starting
     try:
         values = validated(reward, reward.function(**reward.keywords(batch), **reward.arguments), batch.labels)
     except Exception as error:  # whatever it is, it names the function
         raise calls.raised(reward, batch.labels, process_main.described(error)) from error
-    return Outcome(values=values, seconds=max(0.0, time.monotonic() - began - (STARTS.seconds - starts)))
+    return Outcome(values=values, seconds=max(0.0, time.monotonic() - began - (Pool.starting - starting)))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from groupwise.rewards.answers import MINUS
 
@@ -33,8 +33,9 @@ sqrt frac inf infinity cdot times div abs
 GREEK = frozenset(_LETTERS.split())
 NAMES = GREEK | frozenset(_FUNCTIONS.split())
 """Words that are mathematics."""
-_BEGINNING = GREEK | {"sqrt", "frac", "{"}
-"""Commands that begin a factor."""
+_CLOSING = {"(": ")", "{": "}", "[": "]", r"\{": r"\}"}
+_BEGINNING = {*_CLOSING, r"\sqrt", r"\frac"}
+"""What begins a factor, beside numbers and symbols."""
 CONSTANTS = frozenset({"pi", "e", "i", "infty"})
 
 _UNICODE = str.maketrans(
@@ -48,6 +49,7 @@ _UNICODE = str.maketrans(
 )  # fmt: skip
 _SAME = [(rf"\{letter}frac", r"\frac") for letter in "dtc"]
 _SAME += [(mark, "") for mark in (r"\$", "$", r"\(", r"\)", r"\[", r"\]")]
+_SAME += [(r"\lbrace", r"\{"), (r"\rbrace", r"\}"), (r"\langle", "("), (r"\rangle", ")")]
 _SAME += [(r"\leqslant", r"\le"), (r"\geqslant", r"\ge"), (r"\leq", r"\le"), (r"\geq", r"\ge")]
 _TABULAR = re.compile(r"\\begin\{(?:\wmatrix|array|cases|aligned?)")
 _DOUBLED = re.compile(r"\\(?=\\[A-Za-z])")
@@ -115,40 +117,6 @@ def _unstyled(match: re.Match[str]) -> str:
     return rf"\text{{{inner}}}"
 
 
-class WrittenNumber(NamedTuple):
-    """An exact number as it was written."""
-
-    exact: Fraction
-    decimals: int
-    """Digits behind the point, trailing zeros aside; -1 for a fraction or a whole number."""
-
-
-def numbers_equal(gold: WrittenNumber, answer: WrittenNumber) -> bool:
-    """Whether two numbers are equal: exactly, or the one with fewer decimals is the other one rounded.
-
-    A rounded number has six decimals at least, and four correct digits beside a fraction, root or the like, six beside a decimal.
-    What differs only beyond the twelfth of fifteen digits or more is equal too: floats as tables write them.
-
-    >>> half, third, rounded, tiny = (parse(text).number for text in ("1/2", "1/3", "0.333333", "0.0000002"))
-    >>> numbers_equal(half, parse("0.50").number), numbers_equal(third, rounded), numbers_equal(third, half)
-    (True, True, False)
-    >>> numbers_equal(tiny, parse("0.0000001").number)
-    False
-    """
-    if gold.exact == answer.exact:
-        return True
-    rounded, other = sorted((gold, answer), key=lambda value: value.decimals if value.decimals >= 0 else 1 << 30)
-    size, apart = abs(other.exact), abs(gold.exact - answer.exact)
-    precise = any(value.decimals >= 0 and abs(value.exact) * 10**value.decimals >= 10**14 for value in (gold, answer))
-    if precise and apart * 10**12 <= size:
-        return True
-    if rounded.decimals < 6 or rounded.decimals == other.decimals:
-        return False
-    step = Fraction(1, 10**rounded.decimals)
-    enough = Fraction(1, 10**4) if other.decimals < 0 else Fraction(1, 10**5)
-    return 2 * apart <= step and step / 2 <= size * enough
-
-
 @dataclass(frozen=True, eq=False)
 class Node:
     """A part of an expression."""
@@ -159,7 +127,7 @@ class Node:
     value: Fraction | None = None
     """Exact, where it is rational and cheap to work out."""
     decimals: int = -1
-    """Of a number that is written as a decimal: as in `WrittenNumber`."""
+    """Digits behind the point of a number that is written as a decimal, trailing zeros aside; -1: of any other."""
     literal: bool = False
     """A number as it is written down: 12, 1.5, -3/4, 1 1/2, 2 x 10^5."""
     undone: bool = False
@@ -186,10 +154,32 @@ class Node:
         near = self.value is not None and 0 < abs(self.value) < Fraction(1, 10**6)
         return near or any(part.tiny for part in self.args if isinstance(part, Node))
 
-    @property
-    def number(self) -> WrittenNumber | None:
-        """Its value as it is written."""
-        return None if self.value is None else WrittenNumber(self.value, self.decimals)
+
+def numbers_equal(gold: Node, answer: Node) -> bool:
+    """Whether two expressions with a value are equal: exactly, or the one with fewer decimals is the other one rounded.
+
+    A rounded number has six decimals at least, and four correct digits beside a fraction, root or the like, six beside a decimal.
+    What differs only beyond the twelfth of fifteen digits or more is equal too: floats as tables write them.
+
+    >>> half, third, rounded, tiny = (parse(text) for text in ("1/2", "1/3", "0.333333", "0.0000002"))
+    >>> numbers_equal(half, parse("0.50")), numbers_equal(third, rounded), numbers_equal(third, half)
+    (True, True, False)
+    >>> numbers_equal(tiny, parse("0.0000001"))
+    False
+    """
+    assert gold.value is not None and answer.value is not None
+    if gold.value == answer.value:
+        return True
+    rounded, other = sorted((gold, answer), key=lambda node: node.decimals if node.decimals >= 0 else 1 << 30)
+    size, apart = abs(other.value), abs(gold.value - answer.value)
+    precise = any(node.decimals >= 0 and abs(node.value) * 10**node.decimals >= 10**14 for node in (gold, answer))
+    if precise and apart * 10**12 <= size:
+        return True
+    if rounded.decimals < 6 or rounded.decimals == other.decimals:
+        return False
+    step = Fraction(1, 10**rounded.decimals)
+    enough = Fraction(1, 10**4) if other.decimals < 0 else Fraction(1, 10**5)
+    return 2 * apart <= step and step / 2 <= size * enough
 
 
 class _Unreadable(Exception):
@@ -212,64 +202,51 @@ def parse(text: str) -> Node | None:
 
 
 class _Parser:
-    """Recursive descent.  `at` is the next token: (kind, text), None at the end."""
+    """Recursive descent.  `at` is the next token: a number or symbol, or the text of a sign or command; None at the end."""
 
     def __init__(self, text: str) -> None:
-        self._tokens: Iterator[tuple[str, Any]] = iter(list(_tokens(text)))
+        self._tokens = iter(list(_tokens(text)))
         self._depth = 0
-        self.at: tuple[str, Any] | None = None
-        self._next()
+        self.at = next(self._tokens, None)
 
-    def _next(self) -> tuple[str, Any] | None:
+    def _next(self) -> Node | str | None:
         before, self.at = self.at, next(self._tokens, None)
         return before
 
-    def _is(self, *tokens: tuple[str, str]) -> bool:
-        return self.at in tokens
-
-    def _take(self, sign: str) -> None:
-        if self.at != ("sign", sign):
-            raise _Unreadable
-        self._next()
+    def _took(self, *tokens: str) -> bool:
+        """Whether the next token is one of these, which is then taken."""
+        return self.at in tokens and self._next() is not None
 
     def _deeper(self) -> None:
         self._depth += 1
         if self._depth > DEEPEST:
             raise _Unreadable
 
+    def _signed(self, read: Callable[[], Node]) -> Node:
+        """What follows at most one sign."""
+        minus = self._took("-")
+        if not minus:
+            self._took("+")
+        node = read()
+        return _negative(node) if minus else node
+
     def sum(self) -> Node:
         self._deeper()
-        terms = [self._term(self._signed())]
-        while self._is(("sign", "+"), ("sign", "-")):
-            terms.append(self._term(self._signed()))
+        terms = [self._signed(self._product)]
+        while self.at in ("+", "-"):
+            terms.append(self._signed(self._product))
         self._depth -= 1
         return _sum(terms)
-
-    def _signed(self) -> bool:
-        """Take at most one sign; True: minus."""
-        if self._is(("sign", "+"), ("sign", "-")):
-            return self._next() == ("sign", "-")
-        return False
-
-    def _term(self, minus: bool) -> Node:
-        node = self._product()
-        return _negative(node) if minus else node
 
     def _product(self) -> Node:
         factors = [self._power()]
         while self.at is not None:
-            if self._is(("sign", "*"), ("command", "cdot"), ("command", "times")):
-                self._next()
-                minus = self._signed()
-                factor = self._power()
-                factors.append(_negative(factor) if minus else factor)
-            elif self._is(("sign", "/"), ("command", "div")):
-                self._next()
+            if self._took("*", r"\cdot", r"\times"):
+                factors.append(self._signed(self._power))
+            elif self._took("/", r"\div"):
                 self._deeper()  # x/x/x/... is a chain that later walks go down
-                minus = self._signed()
-                below = self._power()
-                factors = [_quotient(_product(factors), _negative(below) if minus else below)]
-            elif self._starts():
+                factors = [_quotient(_product(factors), self._signed(self._power))]
+            elif isinstance(self.at, Node) or self.at in _BEGINNING:
                 factors = self._beside(factors)
             else:
                 break
@@ -277,77 +254,65 @@ class _Parser:
 
     def _beside(self, factors: list[Node]) -> list[Node]:
         """A factor without a sign before it: 2x, and the mixed number 1 1/2."""
-        left, bare = factors[-1], self.at is not None and self.at[0] == "number"
+        left, bare = factors[-1], isinstance(self.at, Node) and self.at.kind == "number"
         whole = len(factors) == 1 and left.kind == "number" and left.decimals < 0
         right = self._power()
         if bare and left.kind == "number":
-            if not (whole and self._is(("sign", "/"))):
+            if not (whole and self._took("/")):
                 raise _Unreadable  # "4 5" is no product
-            self._next()
             right = _quotient(right, self._power())
         if whole and right.kind == "quotient" and right.literal and right.value is not None and 0 < right.value < 1:
             assert left.value is not None
             return [Node("number", value=left.value + right.value, literal=True)]
         return [*factors, right]
 
-    def _starts(self) -> bool:
-        """Whether a factor begins here."""
-        assert self.at is not None
-        kind, text = self.at
-        if kind == "sign":
-            return text in "({["
-        return kind in ("number", "symbol") or (kind == "command" and text in _BEGINNING)
-
     def _power(self) -> Node:
-        node = self._postfix(self._atom())
-        while self._is(("sign", "^"), ("sign", "**")):
-            self._next()
-            if self._is(("command", "circ")):
-                self._next()  # an angle's degrees stand in its unit
-                continue
-            node = self._postfix(_power(node, self._exponent()))
+        node = self._postfix()
+        while self._took("^", "**"):
+            if not self._took(r"\circ"):  # an angle's degrees stand in its unit
+                node = self._postfix(_power(node, self._exponent()))
         return node
 
     def _exponent(self) -> Node:
-        self._deeper()
-        minus = self._signed()
-        node = self._postfix(self._atom())
-        if self._is(("sign", "^"), ("sign", "**")):
-            self._next()
-            node = _power(node, self._exponent())
-        self._depth -= 1
-        return _negative(node) if minus else node
+        """Behind a sign of power: it goes on to the right."""
 
-    def _postfix(self, node: Node) -> Node:
-        while True:
-            if self._is(("sign", "!")):
-                self._next()
-                self._deeper()
+        def tower() -> Node:
+            node = self._postfix()
+            return _power(node, self._exponent()) if self._took("^", "**") else node
+
+        self._deeper()
+        node = self._signed(tower)
+        self._depth -= 1
+        return node
+
+    def _postfix(self, node: Node | None = None) -> Node:
+        node = node or self._atom()
+        while self.at in ("!", "%", r"\%"):
+            self._deeper()
+            if self._next() == "!":
                 node = Node("factorial", (node,), undone=True)
-            elif self._is(("sign", "%"), ("command", "%")):
-                self._next()
-                self._deeper()
-                node = Node("percent", (node,), node.value and node.value / 100, undone=node.undone)
             else:
-                return node
+                node = Node("percent", (node,), node.value and node.value / 100, undone=node.undone)
+        return node
 
     def _atom(self) -> Node:
-        if self.at is None:
-            raise _Unreadable
-        kind, text = self._next()  # type: ignore[misc]
-        if kind == "number":
-            return text
-        if kind == "symbol":
-            return Node("symbol", (text,))
-        if kind == "command":
-            return self._command(text)
-        if text in "({[":
-            return self._group({"(": ")", "{": "}", "[": "]"}[text])
+        token = self._next()
+        if isinstance(token, Node):
+            return token
+        if token in _CLOSING:
+            return self._group(_CLOSING[token])
+        if token == r"\frac":
+            return _quotient(self._argument(), self._argument())
+        if token == r"\sqrt":
+            index = self._group("]") if self._took("[") else Node("number", value=Fraction(2), literal=True)
+            inner = self._argument()
+            return Node("root", (inner, index), undone=inner.undone)
         raise _Unreadable
 
     def _group(self, closing: str) -> Node:
         inner = self.sum()
-        self._take(closing)
+        if not self._took(closing):
+            raise _Unreadable
         return inner
 
     def _argument(self) -> Node:
@@ -357,41 +322,20 @@ class _Parser:
         self._depth -= 1
         return node
 
-    def _command(self, name: str) -> Node:
-        if name == "frac":
-            return _quotient(self._argument(), self._argument())
-        if name == "sqrt":
-            index = Node("number", value=Fraction(2), literal=True)
-            if self._is(("sign", "[")):
-                self._next()
-                index = self._group("]")
-            inner = self._argument()
-            return Node("root", (inner, index), undone=inner.undone)
-        if name in GREEK:
-            return Node("symbol", (name,))
-        if name == "{":
-            inner = self.sum()
-            if self._next() != ("command", "}"):
-                raise _Unreadable
-            return inner
-        raise _Unreadable
 
-
-def _tokens(text: str) -> Iterator[tuple[str, Any]]:
+def _tokens(text: str) -> Iterator[Node | str]:
     text = _REPEATING.sub(_repeating, text)
     for match in _TOKEN.finditer(text):
         kind, token = match.lastgroup, match.group()
         if kind in ("number", "exponent"):
-            yield "number", _literal(match["number"].replace(",", ""), int((match["exponent"] or "e0")[1:]))
-        elif kind == "command":
-            yield "command", match["command"]
-        elif kind == "letters":
-            if token in NAMES:
-                yield "command", {"inf": "infty", "infinity": "infty"}.get(token, token)
-            else:
-                yield from (("symbol", letter) for letter in token)
+            yield _literal(match["number"].replace(",", ""), int((match["exponent"] or "e0")[1:]))
+        elif kind == "letters" and token not in NAMES:
+            yield from (Node("symbol", (letter,)) for letter in token)
+        elif kind in ("command", "letters"):
+            name = match["command"] or {"inf": "infty", "infinity": "infty"}.get(token, token)
+            yield Node("symbol", (name,)) if name in GREEK else "\\" + name
         elif kind == "sign":
-            yield "sign", token
+            yield token
 
 
 def _repeating(match: re.Match[str]) -> str:

@@ -8,9 +8,8 @@ processor time (the same verdict on a loaded machine), a wall-clock one behind i
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from groupwise.errors import RewardError
@@ -26,7 +25,7 @@ MEMORY = 2 << 30
 MAX_CALLS = 2_000
 """Comparisons after which a worker retires: sympy's caches only grow (Math-Verify #63)."""
 CACHED = 100_000
-"""Verdicts kept."""
+"""Verdicts of math-verify that are remembered."""
 LONGEST_GOLD = 20_000
 """Characters; a longer gold cannot be read."""
 
@@ -49,8 +48,7 @@ class Checker:
             max_calls=MAX_CALLS,
             quiet=True,
         )
-        self._cache: OrderedDict[Pair, float | None] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cache: dict[Pair, float | None] = {}
 
     def compare(self, pairs: Sequence[Pair]) -> list[float | None]:
         """One verdict per (gold, answer) pair, from any thread; an answer of None is no answer (0.0 if the gold can be read).
@@ -61,27 +59,27 @@ class Checker:
         pairs = [
             (gold, answer if answer is None or gold == answer or len(answer) <= LONGEST_ANSWER else None) for gold, answer in pairs
         ]
-        verdicts = [self._at_once(gold, answer) for gold, answer in pairs]
-        unknown = list(dict.fromkeys(pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is _UNKNOWN))
-        known: dict[Pair, float | None] = {}
+        verdicts = {pair: self._at_once(*pair) for pair in pairs}
+        unknown = [pair for pair, verdict in verdicts.items() if verdict is _UNKNOWN]
         readable: dict[str, bool] = {}
         for (gold, answer), outcome in zip(unknown, self._outcomes(unknown), strict=True):
             failed = isinstance(outcome, Exception)
             if failed and gold not in readable:  # whose fault?  If the gold compares with a 1 in time, the answer's.
                 readable[gold] = isinstance(self._outcomes([(gold, "1")])[0], float)
-            known[gold, answer] = (0.0 if readable[gold] else None) if failed else outcome
-        self._remember(known)
-        return [known[pair] if verdict is _UNKNOWN else verdict for pair, verdict in zip(pairs, verdicts, strict=True)]
+            verdicts[gold, answer] = (0.0 if readable[gold] else None) if failed else outcome
+        if len(self._cache) >= CACHED:
+            self._cache = {}
+        self._cache.update((pair, verdicts[pair]) for pair in unknown)
+        return [verdicts[pair] for pair in pairs]
 
     def recompute(self, golds: Sequence[str]) -> list[float | None]:
         """Whether each gold equals itself, by computation and not by its text; None if it cannot be read or compared in time."""
         # Equal expressions are recognised without evaluating them, so a gold has to survive a comparison with a 1 too.
-        pairs = [(gold, other) for gold in dict.fromkeys(golds) for other in (form_of(gold).text, "1")]
-        known = {pair: _by_rules(*pair) for pair in pairs}
+        known = {pair: _by_rules(*pair) for gold in golds for pair in ((gold, form_of(gold).text), (gold, "1"))}
         unknown = [pair for pair, verdict in known.items() if verdict is _UNKNOWN]
-        known |= dict(zip(unknown, self._outcomes(unknown), strict=True))
-        of_gold = {gold: (known[gold, form_of(gold).text], known[gold, "1"]) for gold in golds}
-        return [of_gold[g][0] if all(isinstance(one, float) for one in of_gold[g]) else None for g in golds]
+        known |= zip(unknown, self._outcomes(unknown), strict=True)
+        of_gold = [(known[gold, form_of(gold).text], known[gold, "1"]) for gold in golds]
+        return [itself if isinstance(itself, float) and isinstance(one, float) else None for itself, one in of_gold]
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Any]:
         """What the comparisons gave, or raised.  One that died or met the wall clock is made again: memory or a machine that stood
@@ -104,39 +102,21 @@ class Checker:
         verdict = _by_rules(gold, answer)
         if verdict is not _UNKNOWN:
             return verdict
-        if answer is not None and gold.strip() == answer.strip():
-            return 1.0
-        with self._lock:
-            return self._cache.get((gold, answer), _UNKNOWN)
-
-    def _remember(self, known: dict[Pair, float | None]) -> None:
-        with self._lock:
-            self._cache.update(known)
-            while len(self._cache) > CACHED:
-                self._cache.popitem(last=False)
+        return 1.0 if answer is not None and gold.strip() == answer.strip() else self._cache.get((gold, answer), _UNKNOWN)
 
 
 def _by_rules(gold: str, answer: str | None) -> Any:
     """The verdict of our own rules, `_UNKNOWN` where they have none."""
-    if len(gold) > LONGEST_GOLD:
-        return None
     try:
-        return decide(gold, answer)
+        return decide(gold, answer) if len(gold) <= LONGEST_GOLD else None
     except Undecided:
         return _UNKNOWN
 
 
-_shared: Checker | None = None
-_shared_lock = threading.Lock()
-
-
+@cache
 def shared_checker() -> Checker:
     """The process's one checker: its workers and its cache serve every reward function."""
-    global _shared
-    with _shared_lock:
-        if _shared is None:
-            _shared = Checker()
-        return _shared
+    return Checker()
 
 
 def judge() -> Callable[[str, str | None], float | None]:

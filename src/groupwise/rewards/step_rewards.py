@@ -51,39 +51,28 @@ def checked_steps(name: str, values: Any, labels: Sequence[str]) -> list[Steps]:
     >>> checked_steps("f", [[(1, 1), (3, 0.5)], []], ["0#0", "0#1"])
     [[(1, 1.0), (3, 0.5)], []]
     """
-    expected = f"expected {len(labels)} lists of (end token, reward), one per completion"
-    if not isinstance(values, list | tuple) or not all(isinstance(steps, list | tuple) for steps in values):
-        kind = type(values).__name__
-        if isinstance(values, list | tuple):
-            kind += " of " + ", ".join(sorted({type(steps).__name__ for steps in values}))
-        raise RewardError(f"the process reward function {name!r} returned {kind}, {expected}")
+    function, expected = f"the process reward function {name!r} returned", f"expected {len(labels)} lists of (end token, reward)"
+    if not isinstance(values, list | tuple):
+        raise RewardError(f"{function} {type(values).__name__}, {expected}, one per completion")
+    if odd := {type(steps).__name__ for steps in values if not isinstance(steps, list | tuple)}:
+        raise RewardError(f"{function} {type(values).__name__} of {', '.join(sorted(odd))}, {expected}, one per completion")
     if len(values) != len(labels):
-        raise RewardError(f"the process reward function {name!r} returned {len(values)} lists, {expected}")
-    return [_checked(name, steps, label) for steps, label in zip(values, labels, strict=True)]
-
-
-def _checked(name: str, steps: Sequence[Any], label: str) -> Steps:
-    result: Steps = []
-    for step in steps:
-        try:
-            end, reward = step
-            end, reward = int(end), float(reward)
-        except (TypeError, ValueError) as error:
-            raise RewardError(
-                f"the process reward function {name!r} returned the step {step!r} for completion {label}, "
-                "expected (end token, reward)"
-            ) from error
-        if not math.isfinite(reward):
-            raise RewardError(
-                f"the process reward function {name!r} returned the reward {reward:g} for a step of completion {label}"
-            )
-        if end < 0 or (result and end <= result[-1][0]):
-            raise RewardError(
-                f"the process reward function {name!r} returned the end tokens {[s[0] for s in steps]} for completion {label}: "
-                "they rise from 0"
-            )
-        result.append((end, reward))
-    return result
+        raise RewardError(f"{function} {len(values)} lists, {expected}, one per completion")
+    checked: list[Steps] = []
+    for label, steps in zip(labels, values, strict=True):
+        checked.append([])
+        for step in steps:
+            try:
+                end, reward = step
+                end, reward = int(end), float(reward)
+            except (TypeError, ValueError) as error:
+                raise RewardError(f"{function} the step {step!r} for completion {label}, expected (end token, reward)") from error
+            if not math.isfinite(reward):
+                raise RewardError(f"{function} the reward {reward:g} for a step of completion {label}")
+            if end < 0 or (checked[-1] and end <= checked[-1][-1][0]):
+                raise RewardError(f"{function} the end tokens {[s[0] for s in steps]} for completion {label}: they rise from 0")
+            checked[-1].append((end, reward))
+    return checked
 
 
 def segment_steps(
@@ -115,12 +104,15 @@ def segment_steps(
             raise ConfigError("steps by tokens need the ids that end a step")
         places = [index for index, token in enumerate(tokens) if token in ends]
     else:
-        places = _ends_in_text(texts(tokens), _compiled(by, pattern))
+        matches, written = _pattern(by, pattern), texts(tokens)
+        reach = list(accumulate(map(len, written)))
+        stops = [match.end() for match in matches.finditer("".join(written)) if match.end() > match.start()]
+        places = sorted({bisect_left(reach, end) for end in stops})
     last = len(tokens) - 1
     return places if last < 0 or (places and places[-1] == last) else [*places, last]
 
 
-def _compiled(by: str, pattern: str | None) -> re.Pattern[str]:
+def _pattern(by: str, pattern: str | None) -> re.Pattern[str]:
     if by == "newline":
         return re.compile(r"[^\n]*\S[^\n]*\n")
     if by != "regex":
@@ -129,10 +121,3 @@ def _compiled(by: str, pattern: str | None) -> re.Pattern[str]:
         return re.compile(pattern or "")
     except re.error as error:
         raise ConfigError(f"steps by regex: cannot compile {pattern!r}: {error}") from error
-
-
-def _ends_in_text(texts: Sequence[str], pattern: re.Pattern[str]) -> list[int]:
-    """The tokens in which matches end."""
-    reach = list(accumulate(map(len, texts)))
-    ends = [match.end() for match in pattern.finditer("".join(texts)) if match.end() > match.start()]
-    return sorted({bisect_left(reach, end) for end in ends})

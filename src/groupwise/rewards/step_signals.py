@@ -35,15 +35,11 @@ def with_turns(group: Scored) -> Scored:
     beside what functions reward.  Unchanged if no completion is an episode."""
     if all(rollout.episode is None for rollout in group.rollouts):
         return group
-    rewards = [
-        [] if rollout.episode is None else [(turn.end - 1, turn.reward) for turn in rollout.episode.turns if turn.end > turn.begin]
-        for rollout in group.rollouts
-    ]
     columns = [np.full(len(rollout), np.nan) for rollout in group.rollouts]
     if "process" in group.signals:
         columns = [np.array(column, np.float64) for column in group.signals["process"]]
-    for column, of_one in zip(columns, rewards, strict=True):
-        for place, reward in of_one:
-            if reward is not None:
-                column[place] = np.nansum([column[place], reward])
+    for rollout, column in zip(group.rollouts, columns, strict=True):
+        for turn in () if rollout.episode is None else rollout.episode.turns:
+            if turn.end > turn.begin and turn.reward is not None:
+                column[turn.end - 1] = np.nansum([column[turn.end - 1], turn.reward])
     return replace(group, signals={**group.signals, "process": tuple(columns)})

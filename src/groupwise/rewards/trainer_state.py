@@ -7,7 +7,7 @@ process: what it logs comes back with its rewards.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,13 +66,12 @@ class Notes:
 
     def parameters(self, names: Sequence[str], state: TrainerState) -> dict[str, Any]:
         """The keyword arguments for a function that asks for some of `RUN_PARAMETERS`."""
-        every: dict[str, TrainerState | Callable[..., None]]
-        every = {"trainer_state": state, "log_metric": self.log_metric, "log_extra": self.log_extra}
+        every: dict[str, Any] = {"trainer_state": state, "log_metric": self.log_metric, "log_extra": self.log_extra}
         return {name: every[name] for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON, to be sent from a worker process; empty if nothing was logged."""
-        return {"metrics": self.metrics, "columns": self.columns} if self.metrics or self.columns else {}
+        """As JSON, to be sent from a worker process."""
+        return {"metrics": self.metrics, "columns": self.columns}
 
 
 def _name(function: str, name: object) -> str:
@@ -93,15 +92,11 @@ def joined(logs: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> dict[str
     >>> joined([{"metrics": {"a": [1.0]}, "columns": {}}, {}, {"metrics": {"a": [0.0]}, "columns": {"b": [7]}}], [1, 1, 1])
     {'metrics': {'a': [1.0, 0.0]}, 'columns': {'b': [None, None, 7]}}
     """
-    if not any(logs):
-        return {}
     metrics: dict[str, list[float]] = {}
-    for one in logs:
+    columns: dict[str, list[Any]] = {column: [] for one in logs for column in one.get("columns", {})}
+    for one, count in zip(logs, counts, strict=True):
         for name, values in one.get("metrics", {}).items():
             metrics.setdefault(name, []).extend(values)
-    names = dict.fromkeys(name for one in logs for name in one.get("columns", {}))
-    columns: dict[str, list[Any]] = {name: [] for name in names}
-    for one, count in zip(logs, counts, strict=True):
         for name, column in columns.items():
             column.extend(one.get("columns", {}).get(name, [None] * count))
     return {"metrics": metrics, "columns": columns}

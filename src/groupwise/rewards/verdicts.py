@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -124,7 +124,7 @@ def form_of(gold: str) -> GoldForm:
         return GoldForm("figures", text, figures)
     if _in_words(text):
         return _within_words(gold, text)
-    if _latex_words(text):
+    if any(_TEXT.search(_quantity(part).rest) for part in _members(text)):  # neither a unit nor "and"
         return GoldForm("words", text)
     return GoldForm("math" if _readable(text) else "unread", text)
 
@@ -147,26 +147,14 @@ def _without_fonts(text: str) -> str:
 
 def _in_words(text: str) -> bool:
     """Whether a gold, apart from LaTeX's text, is written in words: a number with its unit, and `a x + b`, are not."""
-    parts = _members(text)
-    for part in parts:
-        part = _labelled(part)[1]
+    for part in _members(text):
         quantity = _quantity(part)
         if quantity.node is not None and (quantity.unit or quantity.node.literal):
             continue
-        bare = _COMMAND.sub(" ", _TEXT.sub(" ", part))
-        for letters in _LETTERS.findall(bare):
+        for letters in _LETTERS.findall(_COMMAND.sub(" ", _TEXT.sub(" ", _labelled(part)[1]))):
             symbolic = _OPERATOR.search(text) and (len(letters) < 4 or letters.isupper())  # a b c, the square ABCD
             if letters not in NAMES and not symbolic:
                 return True
-    return False
-
-
-def _latex_words(text: str) -> bool:
-    """Whether a gold holds LaTeX's text that is neither a unit nor "and"."""
-    for part in _members(text):
-        part = _labelled(part)[1]
-        if _TEXT.search(_quantity(part).rest):
-            return True
     return False
 
 
@@ -213,7 +201,8 @@ def _figures_equal(gold: tuple[Any, ...], text: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------ sets, tuples, relations
 
-_BRACKET = r"(?P<open>\\\{|\\langle|\\lbrace|[(\[{]|\\begin\{)|(?P<close>\\\}|\\rangle|\\rbrace|[)\]}])"
+_BRACKET = r"(?P<open>\\\{|[(\[{]|\\begin\{)|(?P<close>\\\}|[)\]}])"
+_BRACKETED = re.compile(r"(\\\{)(.+)(\\\})|(\{)(.+)(\})|([(\[])(.+)([)\]])", re.DOTALL)
 _LISTING = re.compile(
     rf"{_BRACKET}|(?P<mark>,?\s*\\text\{{\s*,?\s*(?:and|or)\s*,?\s*\}}|,?\s*(?<![^\W\d_])(?:and|or)(?![^\W\d_])|\\lor(?![a-zA-Z])|;"
     r"|,(?:\s*(?:and|or)(?![^\W\d_]))?|\n)"
@@ -225,7 +214,7 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
 _APPROXIMATION = re.compile(rf"{_BRACKET}|(?P<mark>\\approx(?![A-Za-z]))")
 _SIGNS = {r"\lt": "<", r"\gt": ">", "<=": r"\le", ">=": r"\ge", "!=": r"\ne", r"\neq": r"\ne", "==": "=", r"\approx": "="}
 _SIGNS |= dict.fromkeys([r"\implies", r"\Rightarrow", r"\to", r"\rightarrow"], "=")
-_MIRRORED = {"=": "=", r"\ne": r"\ne", r"\equiv": r"\equiv", "<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+_MIRRORED = {">": "<", r"\ge": r"\le"}
 _MEMBER = re.compile(r"^[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*")
 _INDEX = re.compile(r"_(?:\{[^{}]*\}|\w)|(?<=[A-Za-z}])\([^()]*\)|\^\{?-1\}?|\\text\{[^{}]*\}")
 _NOT_IN_A_NAME = re.compile(r"[-\d+*^<>=]")
@@ -279,20 +268,13 @@ def shape_of(text: str) -> AnswerShape:
 
 
 def _bracketed(text: str) -> AnswerShape:
-    for opening, closings, kind in (
-        ("\\{", ("\\}",), "set"), ("\\lbrace", ("\\rbrace",), "set"), ("{", ("}",), "list"), ("\\langle", ("\\rangle",), "tuple"),
-        ("(", (")", "]"), "tuple"), ("[", ("]", ")"), "tuple"),
-    ):  # fmt: skip
-        closing = next((one for one in closings if text.endswith(one)), None)
-        if text.startswith(opening) and closing is not None and len(text) > len(opening) + len(closing):
-            inner = text[len(opening) : -len(closing)].strip()
-            members = [part for part in _split(inner, _LISTING)[0] if part]
-            if len(members) > 1:
-                marks = ("(", ")") if opening == "\\langle" else (opening, closing)
-                return AnswerShape(kind, tuple(members), marks)
-    if "\\pm" in text and text.count("\\pm") == 1:
-        plus, minus = text.replace("\\pm", "+"), text.replace("\\pm", "-")
-        return AnswerShape("list", (plus.lstrip("+ "), minus))
+    if match := _BRACKETED.fullmatch(text):
+        opening, inner, closing = (group for group in match.groups() if group is not None)
+        members = [part for part in _split(inner.strip(), _LISTING)[0] if part]
+        if len(members) > 1:
+            return AnswerShape({"\\{": "set", "{": "list"}.get(opening, "tuple"), tuple(members), (opening, closing))
+    if text.count("\\pm") == 1:
+        return AnswerShape("list", (text.replace("\\pm", "+").lstrip("+ "), text.replace("\\pm", "-")))
     return AnswerShape("scalar", (text,))
 
 
@@ -339,8 +321,10 @@ def _readable(text: str) -> bool:
 def _equal(gold: str, answer: str, library: Library) -> bool:
     answer = _exact_side(answer, _labelled(gold)[1])
     g, a = shape_of(gold), shape_of(answer)
-    if {g.kind, a.kind} == {"tuple", "relation"}:
-        g, a = _interval(g), _interval(a)
+    if (g.kind, a.kind) == ("tuple", "relation"):
+        a = _interval(a)
+    elif (g.kind, a.kind) == ("relation", "tuple"):
+        g = _interval(g)
     if gold == answer:
         return True
     if a.kind == "relation" and set(a.marks) == {"="} and _contradictory(a.parts):
@@ -362,17 +346,12 @@ def _equal(gold: str, answer: str, library: Library) -> bool:
 
 
 def _interval(shape: AnswerShape) -> AnswerShape:
-    r"""An inequality as the interval that it is: `-2 \le x < 7`; other shapes as they are."""
+    r"""An inequality as the interval that it is: `-2 \le x < 7`; other relations as they are."""
     parts, marks = shape.parts, shape.marks
-    if shape.kind != "relation" or not set(marks) <= {"<", ">", r"\le", r"\ge"}:
-        return shape
     if marks[0] in (">", r"\ge"):
-        parts, marks = parts[::-1], tuple(_MIRRORED[mark] for mark in reversed(marks))
-    if not set(marks) <= {"<", r"\le"}:
-        return shape
-    brackets = {("<", 0): "(", ("<", 1): ")", (r"\le", 0): "[", (r"\le", 1): "]"}
-    if len(parts) == 3 and _is_name(parts[1]):
-        return AnswerShape("tuple", (parts[0], parts[2]), (brackets[marks[0], 0], brackets[marks[1], 1]))
+        parts, marks = parts[::-1], tuple(_MIRRORED.get(mark, mark) for mark in reversed(marks))
+    if len(parts) == 3 and set(marks) <= {"<", r"\le"} and _is_name(parts[1]):
+        return AnswerShape("tuple", (parts[0], parts[2]), ("(" if marks[0] == "<" else "[", ")" if marks[1] == "<" else "]"))
     return shape
 
 
@@ -400,10 +379,10 @@ def _relations_equal(gold: str, g: AnswerShape, answer: str, a: AnswerShape, lib
         if other is not None and (name == other or "text" in name + other):
             if _equal(value, side, library):
                 return True
-        elif other is None and set(a.marks) == {"="} and _value_of(a.parts[0]):
+        elif other is None and set(a.marks) == {"="} and not _symbols(a.parts[0]):
             return _equal(value, a.parts[-1], library)  # 81 + 14 = 95
         return not constant and _by_library(gold, answer, library)
-    if set(g.marks) == {"="} and _value_of(g.parts[0]) and not _symbols(g.parts[-1]):
+    if set(g.marks) == {"="} and not _symbols(g.parts[0]) and not _symbols(g.parts[-1]):
         return _equal(g.parts[-1], answer, library)
     return a.kind != "scalar" and _by_library(gold, answer, library)
 
@@ -413,11 +392,6 @@ def _contradictory(sides: Sequence[str]) -> bool:
     nodes = [parse(side) for side in sides]
     values = [node.value for node in nodes if node is not None and node.value is not None]
     return any(abs(value - values[-1]) * 100 > abs(values[-1]) for value in values)
-
-
-def _value_of(text: str) -> bool:
-    node = parse(text)
-    return node is not None and not node.symbols
 
 
 def _symbols(text: str) -> bool:
@@ -456,7 +430,7 @@ def _quantity(text: str) -> Quantity:
     text = _labelled(text)[1]
     text = _CURRENCY.sub(r"\1", text)
     node = parse(text)
-    if node is not None and node.number is not None and node.kind != "percent" and "circ" not in text:
+    if node is not None and node.value is not None and node.kind != "percent" and "circ" not in text:
         return Quantity(node, rest=text)
     rest, unit = without_unit(text)
     percent = bool(re.match(r"percent|pct|%", unit))
@@ -489,10 +463,8 @@ def _quantities_equal(gold: str, answer: str, library: Library) -> bool:
         )
         return one[0] == other[0] and (one[1] == other[1] or 0 in (one[1], other[1]))
     g, a = _quantity(gold), _quantity(answer)
-    return not units_differ(g.unit, a.unit) and _nodes_equal(g, a, answer, library)
-
-
-def _nodes_equal(g: Quantity, a: Quantity, answer: str, library: Library) -> bool:
+    if units_differ(g.unit, a.unit):
+        return False
     left, right = g.node, a.node
     if left is not None and left.literal and (right is None or right.symbols) and (only := _only_number(answer)):
         a = _quantity(only)
@@ -504,16 +476,13 @@ def _nodes_equal(g: Quantity, a: Quantity, answer: str, library: Library) -> boo
             right = right.args[0]  # an exclamation mark
         if right.undone or right.symbols:
             return False
-        if right.number is not None:
+        if right.value is not None:
             return _numbers_equal(g, a, left, right)
         return left.decimals >= 6 and _by_library(g.rest, a.rest, library)
-    if not left.symbols:
-        if right.symbols or (right.undone and not left.undone):
-            return False
-        if left.number is not None and right.number is not None:
-            return _numbers_equal(g, a, left, right)
-    elif left.symbols != right.symbols:
+    if left.symbols != right.symbols or (not left.symbols and right.undone and not left.undone):
         return False
+    if left.value is not None and right.value is not None:
+        return _numbers_equal(g, a, left, right)
     if left.tiny or right.tiny or (not left.symbols and left.key == right.key):
         return left.key == right.key
     return _by_library(g.rest, a.rest, library)
@@ -528,13 +497,17 @@ def _only_number(text: str) -> str | None:
 
 
 def _numbers_equal(g: Quantity, a: Quantity, left: Node, right: Node) -> bool:
-    assert left.number is not None and right.number is not None
-    if numbers_equal(left.number, right.number):
-        return g.percent == a.percent or abs(left.number.exact) >= 1 or g.percent
+    assert left.value is not None and right.value is not None
+    if numbers_equal(left, right):
+        return g.percent == a.percent or abs(left.value) >= 1 or g.percent
     if g.percent == a.percent:
         return False
-    hundredth = [one._replace(exact=one.exact / 100, decimals=max(one.decimals, 0) + 2) for one in (left.number, right.number)]
-    return numbers_equal(hundredth[0], right.number) if g.percent else numbers_equal(left.number, hundredth[1])
+
+    def hundredth(node: Node) -> Node:
+        assert node.value is not None
+        return replace(node, value=node.value / 100, decimals=max(node.decimals, 0) + 2)
+
+    return numbers_equal(hundredth(left), right) if g.percent else numbers_equal(left, hundredth(right))
 
 
 def _by_library(gold: str, answer: str, library: Library) -> bool:
@@ -577,17 +550,8 @@ def restated(answer: str, gold: str, prompt: str) -> bool:
         and (node.key == other.key if node.value is None else node.literal and other.kind == node.kind)
     ):
         return False  # the gold's own form
-    return _stands_in(squeezed, _squeezed_prompt(prompt))
-
-
-def _stands_in(part: str, whole: str) -> bool:
-    begin = whole.find(part)
-    while begin >= 0:
-        before, after = whole[begin - 1 : begin], whole[begin + len(part) : begin + len(part) + 1]
-        if not (part[0].isdigit() and (before.isdigit() or before == ".")) and not (part[-1].isdigit() and after.isdigit()):
-            return True
-        begin = whole.find(part, begin + 1)
-    return False
+    before, after = (r"(?<![\d.])" if squeezed[0].isdigit() else ""), (r"(?!\d)" if squeezed[-1].isdigit() else "")
+    return re.search(before + re.escape(squeezed) + after, _squeezed_prompt(prompt)) is not None
 
 
 @lru_cache(maxsize=64)

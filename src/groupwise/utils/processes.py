@@ -97,7 +97,7 @@ class Raised(Exception):
 class WorkerProcess:
     """The parent's end of one worker process.  Its start continues beside the parent's own work until it is first asked.
 
-    One thread at a time may ask; any may `fork`, `kill` and `end`.   Whatever asks raises NotStarted, TimeoutError at its deadline
+    One thread at a time may ask; any may `fork` and `kill`.   Whatever asks raises NotStarted, TimeoutError at its deadline
     (the process is then killed), Died, or Raised.
     """
 
@@ -167,12 +167,13 @@ class WorkerProcess:
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
         """Its answers to one request, each within `seconds` of the one before."""
-        self.request(pickle.dumps(request))
+        self.request(*request)
         for _ in range(answers):
             yield self.receive(time.monotonic() + seconds)
 
-    def request(self, payload: bytes) -> None:
-        """Send a pickle of the arguments."""
+    def request(self, *arguments: Any) -> None:
+        """Send it a request."""
+        payload = pickle.dumps(arguments)  # raises in the caller's face if an argument cannot travel
         self.ready()
         with self._watched():
             send(self._channel, payload, time.monotonic() + SEND_SECONDS)
@@ -185,10 +186,6 @@ class WorkerProcess:
                 return reply["value"]
         raise Raised(reply)
 
-    def fileno(self) -> int:
-        """For `select`: readable when an answer has come or it has ended."""
-        return self._channel.fileno()
-
     def alive(self) -> bool:
         """False once its end of the socket is closed, which is how every death shows."""
         try:
@@ -197,12 +194,6 @@ class WorkerProcess:
             return not look.poll(0) or self._channel.recv(1, socket.MSG_PEEK) != b""
         except (OSError, ValueError):
             return False
-
-    def end(self) -> None:
-        """Have it killed, without waiting for that."""
-        for one in (self._lifeline, self._channel):  # who waits for an answer sees its end
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -281,68 +272,33 @@ class _Forked:
             self.pid = os.fork()
         if self.pid == 0:
             try:
-                self._prepare_child(folder)
+                os.setsid()
+                os.environ.pop(TOKEN, None)
+                with open(os.devnull, "rb") as nothing:
+                    os.dup2(nothing.fileno(), 0)
+                os.dup2(2, 1)
+                sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+                os.chdir(folder or ".")
+                if (torch := sys.modules.get("torch")) is not None:
+                    torch.set_num_threads(1)  # the pool of threads did not come along
                 work()
             finally:
                 os._exit(70)
 
-    @staticmethod
-    def _prepare_child(folder: str | None) -> None:
-        os.setsid()
-        os.environ.pop(TOKEN, None)
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
-        os.dup2(2, 1)
-        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-        if folder is not None:
-            os.chdir(folder)
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            torch.set_num_threads(1)  # the pool of threads did not come along
-
-    def wait(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def wait(self, timeout: float = float("inf")) -> None:
+        deadline = time.monotonic() + timeout
         while self.returncode is None:
-            pid, status = os.waitpid(self.pid, 0 if deadline is None else os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
-            elif deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            elif time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork", timeout)
             else:
                 time.sleep(0.001)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-
-
-class Starts:
-    """Wall-clock seconds that calls have waited for processes of pools to start; they are no part of a call's own time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting, self._since, self._seconds = 0, 0.0, 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Of this process so far."""
-        return self._seconds
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """While a call waits; what several threads wait at the same time counts once."""
-        with self._lock:
-            self._since = self._since if self._waiting else time.monotonic()
-            self._waiting += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waiting -= 1
-                self._seconds += 0.0 if self._waiting else time.monotonic() - self._since
-
-
-STARTS = Starts()
 
 
 class Pool:
@@ -354,6 +310,11 @@ class Pool:
     ...     pool.map([(3,), (True,)])
     [3, 1]
     """
+
+    starting = 0.0
+    """Seconds in which calls of any pool have waited for a process to start; they are no part of a call's own time."""
+    _counted = 0.0
+    """Until when: what several threads wait at the same time counts once."""
 
     def __init__(self, target: str, *setup: Any, size: int, seconds: float, max_calls: int | None = None, **options: Any) -> None:
         """`seconds`: wall-clock deadline of a call.  `max_calls`: a process retires after so many.   options: `WorkerProcess`'s."""
@@ -381,7 +342,6 @@ class Pool:
         """
         if self._owner != os.getpid():
             self._reset()  # a fork of the parent must not talk to the parent's processes
-        payload = pickle.dumps(arguments)  # raises in the caller's face if an argument cannot travel
         with self._slots:
             with self._lock:
                 process, calls = self._idle.pop() if self._idle else (None, 0)
@@ -389,9 +349,8 @@ class Pool:
                 process, calls = self._make(), 0
             self._busy.add(process)
             try:
-                with STARTS.waiting():
-                    process.ready()
-                process.request(payload)
+                self._wait_for(process)
+                process.request(*arguments)
                 return process.receive(time.monotonic() + self.seconds)
             except Raised as error:
                 if error.kind == "MemoryError":  # it may be left with a heap full of holes
@@ -405,11 +364,19 @@ class Pool:
                 else:
                     process.kill()
 
+    @staticmethod
+    def _wait_for(process: WorkerProcess) -> None:
+        began = time.monotonic()
+        try:
+            process.ready()
+        finally:
+            ended = time.monotonic()
+            Pool.starting += max(0.0, ended - max(began, Pool._counted))
+            Pool._counted = max(ended, Pool._counted)
+
     def map(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """What the function returns for many calls, on all processes; in the place of a value, what `call` raised."""
-        if len(calls) <= 1 or self.size == 1:
-            return [self._outcome(call) for call in calls]
-        threads = ThreadPoolExecutor(max_workers=min(self.size, len(calls)))
+        threads = ThreadPoolExecutor(max_workers=max(1, min(self.size, len(calls))))
         try:
             return list(threads.map(self._outcome, calls))
         except BaseException:  # Ctrl-C: what waits is not begun, what runs is ended
@@ -427,11 +394,8 @@ class Pool:
 
     def close(self) -> None:
         """Kill the processes; a call that another thread waits for has died.  The pool may be used again."""
-        if self._owner != os.getpid():
-            return
-        with self._lock:
-            processes, self._idle = self._idle, []
-        for process, _ in processes:
-            process.kill()
-        for process in list(self._busy):  # who waits for it clears it away
-            process.end()
+        if self._owner == os.getpid():
+            with self._lock:
+                idle, self._idle = self._idle, []
+            for process in [*self._busy, *(process for process, _ in idle)]:
+                process.kill()
