@@ -711,6 +711,48 @@ def test_a_program_that_ends_between_two_steps_saves_the_last(tmp_path: Path) ->
     assert [path.name for path in (tmp_path / "runs" / "left" / "checkpoints").iterdir()] == ["000002"]
 
 
+BOARD = """\
+import atexit
+from groupwise.runs.dashboards import to_tensorboard
+
+class Board:
+    identity, address = None, "here"
+    write = table = lambda self, *_: None
+    def close(self, finished):
+        print("the run closes its board")
+
+def begin(about):
+    atexit.register(print, "the board's library ends")
+    return Board()
+
+to_tensorboard.begin = begin
+"""
+PAIR = """\
+import socket
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+import os
+other = os.fork()
+os.environ.update(RANK=str(int(not other)), WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_is_left_before_its_dashboards_library_ends(tmp_path: Path) -> None:
+    program = BOARD + LEFT.replace('"at_start": False}', '"at_start": False}, save={"report_to": ["tensorboard"]}')
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=240)
+    assert ended.stdout.splitlines()[-2:] == ["the run closes its board", "the board's library ends"]
+
+
+@pytest.mark.slow
+def test_the_first_of_several_processes_saves_when_they_end_between_two_steps(tmp_path: Path) -> None:
+    program = PAIR + LEFT.partition("fork = ")[0] + "next(steps)\nif other: os.waitpid(other, 0)\n"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr
+    assert [path.name for path in (tmp_path / "runs" / "left" / "checkpoints").iterdir()] == ["000002"]
+
+
 def completions(wanted: dict[str, set[str]], folder: Path) -> dict[str, set[str]]:
     """What pyright's language server offers at the end of each text: what an editor shows.   wanted: what is waited for."""
     source = str(Path(gw.__file__).parents[1])

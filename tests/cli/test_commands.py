@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import select
-import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +37,6 @@ TORCHLESS = {
     "config": ["config", "group"],
     "a name of TRL's": ["config", "learning_rate"],
     "runs": ["runs", "."],
-    "completion": ["completion", "bash"],
     "score": ["score", "exact", "rows.jsonl"],
 }
 """What answers without torch, and so within a third of a second of processor time."""
@@ -489,104 +483,11 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
     assert all(re.search(rf"^    {name}\s", said, re.MULTILINE) for name in COMMANDS)
 
 
-# ---------------------------------------------------------------- completion
-
-
-def completed(*words: str, folder: Path) -> set[str]:
-    """What bash offers for the last of the words."""
-    shell = (
-        f'eval "$({sys.executable} -m groupwise completion bash)"; COMP_WORDS=({" ".join(repr(word) for word in words)}); '
-        f'COMP_CWORD={len(words) - 1}; _groupwise; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    )
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=folder)
-    assert not done.stderr
-    return set(done.stdout.splitlines())
-
-
-@pytest.mark.slow
-def test_bash_completes_commands_options_recipes_and_keys(folder: Path) -> None:
-    (folder / "my rows.jsonl").touch()
-    assert completed("groupwise", "ch", folder=folder) == {"check", "chat"}
-    assert completed("groupwise", "train", "--dr", folder=folder) == {"--dry-run"}
-    assert {"r.yaml", "bundled"} <= completed("groupwise", "train", "", folder=folder)
-    assert completed("groupwise", "train", "r.yaml", "group.group_", folder=folder) == {"group.group_size="}
-    assert completed("groupwise", "config", "optimizer.l", folder=folder) == {"optimizer.lr"}
-    assert completed("groupwise", "completion", "f", folder=folder) == {"fish"}
-    assert completed("groupwise", "score", "my", folder=folder) == {"my rows.jsonl"}
-
-
-TAB = [
-    ("groupwise train r.yaml --dr", "--dry-run"),
-    ("groupwise train r.yaml group.group_", "group.group_size="),
-    ("groupwise recipes import-", "import-trl"),
-    ("groupwise view ru", "runs/"),
-]
-"""What is typed before the Tab key, and how its last word then reads."""
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_the_tab_key_completes_in_a_terminal(shell: str, folder: Path) -> None:
-    """An interactive shell in a terminal of its own: what stands in the line after Tab is what runs after Return."""
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    (folder / "runs").mkdir(exist_ok=True)
-    (folder / f"c.{shell}").write_text(command("completion", shell).stdout)
-    log = folder / f"typed.{shell}"
-    start = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}[shell]
-    child, terminal = pty.fork()
-    if child == 0:  # pragma: no cover
-        os.chdir(folder)
-        os.execvpe(start[0], start, {**os.environ, "TERM": "dumb", "PS1": "", "HOME": str(folder)})
-
-    def enter(line: str) -> None:
-        os.write(terminal, f"{line}\n".encode())
-        shown = b""
-        while b"[done]" not in shown:
-            assert select.select([terminal], [], [], 60)[0], (line, shown)
-            shown += os.read(terminal, 65536)
-
-    try:
-        enter(f'source ./c.{shell}; groupwise() {{ printf "%s\\n" "$@" > "{log}"; echo "[""done]"; }}; groupwise')
-        for typed, expected in TAB:
-            enter(f"{typed}\t")
-            found = log.read_text().splitlines()[-1]
-            assert found == (expected if shell == "bash" else expected.rstrip("/")), typed  # zsh ends a folder without its slash
-    finally:
-        os.close(terminal)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-def test_fish_completes_commands_options_and_keys(folder: Path) -> None:
-    (folder / "c.fish").write_text(command("completion", "fish").stdout)
-
-    def offered(line: str) -> set[str]:
-        asked = ["fish", "--no-config", "-c", f"source c.fish; complete -C '{line}'"]
-        done = subprocess.run(
-            asked, capture_output=True, text=True, check=True, cwd=folder, env={**os.environ, "HOME": str(folder)}
-        )
-        return {text.partition("\t")[0] for text in done.stdout.splitlines()}
-
-    assert offered("groupwise ch") == {"check", "chat"}
-    assert offered("groupwise train r.yaml --dr") == {"--dry-run"}
-    assert offered("groupwise train r.yaml group.group_") == {"group.group_size="}
-    assert offered("groupwise config optimizer.l") == {"optimizer.lr"}
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_every_command_and_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.main(["completion", shell]) == 0
-    said = capsys.readouterr().out
-    _, found = commands.parsers(list(COMMANDS))
-    for name, parser in found.items():
-        assert name in said
-        for option in (text for action in parser._actions for text in action.option_strings if text.startswith("--")):
-            assert (f"-l {option[2:]}" if shell == "fish" else option) in said
-    if shell == "fish":  # every quote is closed
-        assert all(line.count("'") % 2 == 0 for line in said.replace("\\'", "").splitlines())
-    elif shutil.which("zsh"):
-        subprocess.run(["zsh", "-fc", said], check=True, capture_output=True)
+@pytest.mark.parametrize(("command", "needed"), [("train", "RECIPE"), ("eval", "RUN")])
+def test_keys_need_not_be_given(command: str, needed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main([command])
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {needed}\n")
 
 
 @pytest.mark.parametrize("command", ["score", "explain"])

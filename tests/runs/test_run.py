@@ -313,6 +313,15 @@ def test_the_closing_table_fits_and_says_what_it_is_about(recipe: Callable) -> N
     for figure in ("greedy accuracy", "sampled accuracy", "pass@2", "mean reward", "accuracy", "think_format", "tokens"):
         assert re.search(rf"^{figure} +[\d.]+", table, re.MULTILINE), figure
     assert "before grpo: the first 3 of 8 prompts" in " ".join(table.split())
+    assert "groupwise score " in text
+
+
+def test_score_is_no_next_command_where_nothing_was_recorded(recipe: Callable) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    assert train_recipe(recipe(name="unseen", **GRPO | {"steps": 1, "save": {"rollouts_every": 0}}), console=console) == 0
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "groupwise eval " in text
+    assert "groupwise score " not in text
 
 
 def test_two_processes_cannot_share_a_run(recipe: Callable) -> None:

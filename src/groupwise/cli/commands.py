@@ -47,7 +47,6 @@ COMMANDS = {
     "explain": "one step of an algorithm worked through in numbers",
     "serve": "serve a model by vLLM, for training to sample from",
     "install-vllm": "install vLLM into an environment of its own",
-    "completion": "completion of commands, options and keys for a shell",
 }
 """Every command and what it is for; what `groupwise.cli.NAME` holds."""
 EXAMPLES = (

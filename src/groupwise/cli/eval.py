@@ -19,7 +19,8 @@ EXAMPLES = (
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument("checkpoint", metavar="RUN", help="a run, a checkpoint, a model folder or a hub name")
-    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run's recipe, e.g. rewards.0.args.api_key=...")
+    what = "of the run's recipe, e.g. rewards.0.args.api_key=..."
+    command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=what)
     command.add_argument("--data", metavar="PATH", help="a .jsonl, .json or .parquet file, or a hub name")
     command.add_argument("--task", metavar="NAME", help="a built-in task; its held-out prompts are used")
     command.add_argument("--task-arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the task")

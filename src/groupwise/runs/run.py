@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 
@@ -72,15 +72,26 @@ def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
     ...     print(step.number, step.metrics["reward"])
     """
     steps = _train(recipe, accept_changes)
-    atexit.register(_leave, ref(steps), os.getpid())
+    _loops.add(steps)
     return steps
 
 
-def _leave(left: ref[Generator[Step]], process: int) -> None:
-    """A program that ends between two steps leaves the loop; a fork of it does not.  Several processes would have to agree: some
-    may have failed."""
-    if (steps := left()) is not None and os.getpid() == process and comm.world().size == 1:
-        steps.close()
+_loops: WeakSet[Generator[Step]] = WeakSet()
+"""Loops that `train` returned and nobody has left."""
+
+
+def _leave(process: int) -> None:
+    """When a program ends between two steps, leave its loops; a fork of it leaves none."""
+    for steps in list(_loops) if os.getpid() == process else ():
+        if comm.world().size == 1:
+            steps.close()
+        else:
+            with suppress(_ProgramEnds):
+                steps.throw(_ProgramEnds())
+
+
+class _ProgramEnds(Ended):
+    """The program of several processes ends, and some of them may have failed: nothing is exchanged any more."""
 
 
 def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
@@ -192,9 +203,10 @@ class Run:
                         self._save()
                     yield replace(step, evaluation=self._evaluate(log)) if self._due(step.number) else step
                     end_if_told()
-            except (KeyboardInterrupt, Ended):  # the others may have ended already; with sharded weights all end together
-                self._save(alone=not job.policy.sharded)
-                self.saver.wait()
+            except (KeyboardInterrupt, Ended) as end:  # the others may have ended already; with sharded weights all end together
+                if not (job.policy.sharded and isinstance(end, _ProgramEnds)):
+                    self._save(alone=not job.policy.sharded)
+                    self.saver.wait()
                 raise
             except GeneratorExit:
                 self._save()
@@ -222,6 +234,8 @@ class Run:
 
         try:
             comm.from_first(begin)
+            atexit.unregister(_leave)  # it runs before what a dashboard's library has registered: the last is called first
+            atexit.register(_leave, os.getpid())
             yield opened[0] if opened else None  # type: ignore[misc]
         finally:
             for log in opened:

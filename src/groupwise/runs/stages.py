@@ -28,6 +28,7 @@ from groupwise.runs.job import Judged
 from groupwise.runs.plan import Lines
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import Progress, make_console, safe
+from groupwise.runs.recorded import list_rollouts
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.runs.signals import end_later
 from groupwise.training.evaluate import Evaluation
@@ -203,7 +204,7 @@ def _part(label: str, judged: Judged, last: Judged | None) -> list[str]:
 
 
 def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
-    """Commands to go on with: look at the run, talk to the model, evaluate it again, look at what the rewards said."""
+    """Commands to go on with: look at the run, talk to the model, evaluate it again, score the recorded completions again."""
     data, run = recipe.data, str(folder)
     writes = is_online(recipe.objective) or recipe.objective in WRITERS
     held_out = data.task is not None or data.eval_path is not None or bool(data.parts)
@@ -211,5 +212,6 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
     commands = [["groupwise", "view", run]]
     commands += [["groupwise", "chat", run]] if writes else []
     commands += [["groupwise", "eval", run]] if writes and recipe.rewards and held_out and not live else []
-    commands += [["groupwise", "score", run]] if recipe.rewards and is_online(recipe.objective) and not live else []
+    recorded = is_online(recipe.objective) and bool(list_rollouts(folder))
+    commands += [["groupwise", "score", run]] if recipe.rewards and recorded and not live else []
     return [shlex.join(command) for command in commands]
