@@ -278,8 +278,7 @@ def test_a_step_whose_sampler_was_wrong_is_diagnosed(run: Path) -> None:
 
 def test_a_step_that_old_weights_have_sampled_is_diagnosed(run: Path) -> None:
     """The log-probs of step 5 are made those of the weights that the run began with."""
-    recipe, algorithm = replaying._configured(run, ())
-    begun = replaying._learner(run, recipe, algorithm, 0).policy
+    begun = replaying.RecordedRun.of(run).learner(0).policy
     rollouts = [rollout for group in read_step(run, 5).groups for rollout in group.rollouts]
     stale = score(begun, [sample_of(rollout) for rollout in rollouts], budget=1000).logp
     values = pa.array([logp.tolist() for logp in stale], pa.list_(pa.float32()))

@@ -1,4 +1,4 @@
-"""What a replay found, for people and as JSON."""
+"""A replay as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,58 +8,57 @@ from typing import Any
 
 import numpy as np
 
+from groupwise.records import Rollout
 from groupwise.runs.prepare import algorithm_line
 from groupwise.runs.replay import TIMES, Figure, Replay, ReplayedStep
 
 SHOWN = (
-    "rewards, added up",
-    "advantages",
-    "loss, closed form",
-    "log-probs",
-    "reference_logp",
-    "scored_logp",
-    "loss",
-    "grad_norm",
-    "kl",
+    *("rewards, added up", "advantages", "loss, closed form", "log-probs", "reference_logp", "scored_logp", "loss", "grad_norm"),
+    *("kl", "weights after the step", "optimizer after the step"),
 )
-SHOWN += ("weights after the step", "optimizer after the step")
 """Figures that are always printed; of the others, those that differ."""
 MOST = 3
-"""Groups and completions that are named."""
+"""Groups that are named."""
 
 
 def render(replayed: Replay) -> str:
     """A replay in words and tables."""
-    groups = replayed.recorded.groups
+    groups, again, changed = replayed.recorded.groups, replayed.again, replayed.changed
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = sum(int(rollout.trained.sum()) for rollout in rollouts)
-    lines = [f"step {replayed.number} of {replayed.folder}: {len(rollouts)} completions of {len(groups)} prompts, {tokens} tokens"]
-    lines.append(algorithm_line(replayed.again.algorithm))
-    if replayed.begun is None:
-        lines.append("without a model: from the recorded log-probs")
-    else:
-        begin = f"checkpoint {replayed.begun}" if replayed.begun else "the model that the run began with"
-        way = replayed.number - 1 - replayed.begun
-        lines.append(f"from {begin}" + (f", by way of {way} recorded step{'s' * (way > 1)}" if way else ""))
-    lines.append("compared bit for bit" if replayed.apart is None else f"compared within a tolerance: {replayed.apart}")
-    shown = _shown(replayed.figures)
-    lines += ["", *_table(["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in shown])]
-    others = len(replayed.figures) - len(shown)
-    if others:
+    lines = [
+        f"step {replayed.number} of {replayed.folder}: {len(rollouts)} completions of {len(groups)} prompts, {tokens} tokens",
+        algorithm_line(again.algorithm),
+        _beginning(replayed),
+        "compared bit for bit" if replayed.apart is None else f"compared within a tolerance: {replayed.apart}",
+        "",
+    ]
+    shown = [figure for figure in replayed.figures if figure.name in SHOWN or not figure.same]
+    lines += _table(["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in shown])
+    if others := len(replayed.figures) - len(shown):
         lines.append(f"{others} other metrics are the same")
-    lines += ["", *_gradient("gradient by log-prob", replayed.again)]
-    if replayed.changed is not None:
-        lines += ["", *_changed(replayed.again, replayed.changed)]
+    lines += ["", *_gradient("gradient by log-prob", again)]
+    if changed is not None:
+        lines += ["", f"changed: {algorithm_line(changed.algorithm)}"]
+        lines += [f"not computed of the change: {changed.without}"] if changed.without else []
+        pairs = compared(again, changed).items()
+        lines += _table(["", "recorded", "changed"], [[name, _number(one), _number(other)] for name, (one, other) in pairs])
+        if changed.parts and again.parts:
+            lines += _gradient("changed gradient by log-prob", changed)
+            lines.append(f"  tokens: {', '.join(f'{count} {name}' for name, count in pushes(again, changed).items())}")
     lines += ["", *(f"not computed: {note}" for note in replayed.notes)] if replayed.notes else []
     lines += ["", replayed.mismatch] if replayed.mismatch is not None else []
     wrong = [figure.name for figure in replayed.figures if not figure.same]
     whole = "the recorded step computed again is the same" + (", as far as it was computed" if replayed.notes else "")
-    lines += ["", f"NOT the same: {', '.join(wrong)}" if wrong else whole]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"NOT the same: {', '.join(wrong)}" if wrong else whole])
 
 
-def _shown(figures: Sequence[Figure]) -> list[Figure]:
-    return [figure for figure in figures if figure.name in SHOWN or not figure.same]
+def _beginning(replayed: Replay) -> str:
+    if replayed.begun is None:
+        return "without a model: from the recorded log-probs"
+    way = replayed.number - 1 - replayed.begun
+    begin = f"checkpoint {replayed.begun}" if replayed.begun else "the model that the run began with"
+    return f"from {begin}" + (f", by way of {way} recorded step{'s' * (way > 1)}" if way else "")
 
 
 def _row(figure: Figure) -> list[str]:
@@ -69,28 +68,13 @@ def _row(figure: Figure) -> list[str]:
 
 
 def _gradient(title: str, outcome: ReplayedStep) -> list[str]:
-    """Where an outcome's gradient comes from."""
+    """How large a gradient is, and the groups with the largest shares."""
     if not outcome.parts:
         return []
     total = sum(outcome.gradient)
-    lines = [f"{title}: sum of |dLoss/dlog-prob| {_number(total)}"]
     largest = sorted(enumerate(outcome.gradient), key=lambda pair: -pair[1])[:MOST]
     shares = ", ".join(f"{place}: {size / total:.1%}" for place, size in largest if size > 0.0)
-    return lines + ([f"  largest groups: {shares}"] if shares else [])
-
-
-def _changed(again: ReplayedStep, changed: ReplayedStep) -> list[str]:
-    """What a changed configuration makes of the same completions."""
-    lines = [f"changed: {algorithm_line(changed.algorithm)}"]
-    if changed.without:
-        lines.append(f"not computed of the change: {changed.without}")
-    rows = [[name, *map(_number, pair)] for name, pair in compared(again, changed).items()]
-    lines += _table(["", "recorded", "changed"], rows)
-    if changed.parts and again.parts:
-        lines += _gradient("changed gradient by log-prob", changed)
-        flips = pushes(again, changed)
-        lines.append(f"  tokens: {', '.join(f'{count} {name}' for name, count in flips.items())}")
-    return lines
+    return [f"{title}: sum of |dLoss/dlog-prob| {_number(total)}", *([f"  largest groups: {shares}"] if shares else [])]
 
 
 def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[float, float]]:
@@ -101,22 +85,17 @@ def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[floa
         figures["sum of |dLoss/dlog-prob|"] = (sum(again.gradient), sum(changed.gradient))
     if again.step is not None and changed.step is not None:
         one, other = again.step.metrics, changed.step.metrics
-        for name in one.keys() | other.keys():
+        for name in sorted(one.keys() | other.keys()):
             pair = one.get(name, math.nan), other.get(name, math.nan)
             if pair[0] != pair[1] and not all(map(math.isnan, pair)) and not name.startswith(TIMES):
                 figures[name] = pair
-        names = list(figures)[:3] + sorted(list(figures)[3:])
-        figures = {name: figures[name] for name in names}
     return figures
 
 
 def pushes(again: ReplayedStep, changed: ReplayedStep, *, last: bool = False) -> dict[str, int]:
     """How many tokens both push the same way, the other way, or only one of them.   last: in the last pass, if it is known."""
-    one, other = (
-        np.concatenate([_padded(column, rollout) for row, group in zip(o.column("gradient", last=last), o.groups, strict=True)
-                        for column, rollout in zip(row, group.rollouts, strict=True)])
-        for o in (again, changed)
-    )  # fmt: skip
+    both = [[column for row in _gradients(step, last=last) for column in row] for step in (again, changed)]
+    one, other = (np.concatenate([np.zeros(0), *columns]) for columns in both)
     return {
         "pushed the same way": int(((one != 0) & (np.sign(one) == np.sign(other))).sum()),
         "pushed the other way": int((one * other < 0).sum()),
@@ -126,8 +105,14 @@ def pushes(again: ReplayedStep, changed: ReplayedStep, *, last: bool = False) ->
     }
 
 
-def _padded(column: np.ndarray, rollout: Any) -> np.ndarray:
-    return column if column.size else np.zeros(len(rollout))
+def _gradients(outcome: ReplayedStep, *, last: bool) -> list[list[np.ndarray]]:
+    """Of each group and completion: dLoss/dlog-prob of its tokens, 0 at those of completions that were not trained."""
+
+    def whole(column: np.ndarray, rollout: Rollout) -> np.ndarray:
+        return column if column.size else np.zeros(len(rollout))
+
+    rows = zip(outcome.column("gradient", last=last), outcome.groups, strict=True)
+    return [[whole(*pair) for pair in zip(row, group.rollouts, strict=True)] for row, group in rows]
 
 
 def _size(advantages: Sequence[Sequence[np.ndarray]]) -> float:
@@ -150,31 +135,34 @@ def _table(head: list[str], rows: Sequence[list[str]]) -> list[str]:
 # ---------------------------------------------------------------- as JSON
 
 
-def as_dict(result: Replay) -> dict[str, Any]:
-    """A replay as what JSON knows; numbers that are not finite are null."""
+def as_dict(replayed: Replay) -> dict[str, Any]:
+    """A replay as JSON has it; numbers that are not finite are null."""
+    again, changed = replayed.again, replayed.changed
+    figures = [
+        {
+            "name": figure.name,
+            "recorded": _json(figure.recorded),
+            "replayed": _json(figure.replayed),
+            "difference": _json(figure.difference),
+            "limit": figure.limit,
+            "same": figure.same,
+        }
+        for figure in replayed.figures
+    ]
     return {
-        "run": str(result.folder),
-        "step": result.number,
-        "same": result.same,
-        "begun": result.begun,
-        "apart": result.apart,
-        "figures": [
-            {"name": f.name, "recorded": _json(f.recorded), "replayed": _json(f.replayed), "difference": _json(f.difference),
-             "limit": f.limit, "same": f.same}
-            for f in result.figures
-        ],
-        "recorded": _outcome(result.again),
-        "changed": None if result.changed is None else _outcome(result.changed),
-        "pushes": _pushes(result),
-        "pass": "last" if result.again.last else "first",
-        "mismatch": result.mismatch,
-        "notes": result.notes,
-    }  # fmt: skip
-
-
-def _pushes(replayed: Replay) -> dict[str, int] | None:
-    known = replayed.changed is not None and replayed.changed.parts and replayed.again.parts
-    return pushes(replayed.again, replayed.changed, last=True) if known and replayed.changed is not None else None
+        "run": str(replayed.folder),
+        "step": replayed.number,
+        "same": replayed.same,
+        "begun": replayed.begun,
+        "apart": replayed.apart,
+        "figures": figures,
+        "recorded": _outcome(again),
+        "changed": None if changed is None else _outcome(changed),
+        "pushes": pushes(again, changed, last=True) if changed is not None and changed.parts and again.parts else None,
+        "pass": "last" if again.last else "first",
+        "mismatch": replayed.mismatch,
+        "notes": replayed.notes,
+    }
 
 
 def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
@@ -186,13 +174,7 @@ def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
     def columns(outcome: ReplayedStep | None) -> list[list[list[float] | None]]:
         if outcome is None or not outcome.parts:
             return [[None] * len(group.rollouts) for group in replayed.recorded.groups]
-        return [
-            [
-                [float(f"{value:.6g}") for value in _padded(column, rollout)]
-                for column, rollout in zip(row, group.rollouts, strict=True)
-            ]
-            for row, group in zip(outcome.column("gradient", last=True), outcome.groups, strict=True)
-        ]
+        return [[[float(f"{value:.6g}") for value in column] for column in row] for row in _gradients(outcome, last=True)]
 
     both = zip(replayed.recorded.groups, columns(replayed.again), columns(replayed.changed), strict=True)
     return [
