@@ -1,9 +1,10 @@
 """The inputs of a run beside its recipe: the contents of the files that the recipe names.
 
 A recipe names files, and a file can change while its name stays.  Digests of their contents are written to the run folder
-(`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.  Inputs are
-data files, the file behind each `module:NAME` or `file.py:NAME`, and weights that no checkpoint holds.  Of an object of the running
-program only the name counts, and what a file of code imports or reads is not looked at.
+(`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.
+
+Inputs are data files, the file behind each name of code (`trust.named_code`), and weights that no checkpoint holds.  Of an object
+of the running program only the name counts, and what a file of code imports or reads is not looked at.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.live_objects import LIVE, Live
+from groupwise.config.live_objects import Live
 from groupwise.config.settings import Recipe
 from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError, RunError
@@ -26,6 +26,7 @@ from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
 from groupwise.rewards.registry import MAKERS
 from groupwise.runs.folder import model_digest
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.trust import named_code
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
@@ -76,7 +77,7 @@ def _models(recipe: Recipe) -> Named:
 
 
 def _code(recipe: Recipe) -> Named:
-    for key, text in _texts("", recipe):
+    for key, text in named_code(recipe):
         if (file := code_file(text)) is not None:
             yield key, text, _file(str(file))
 
@@ -88,7 +89,7 @@ def code_file(text: str) -> Path | None:
     ('decoder.py', None, None)
     """
     place, _, name = text.rpartition(":")
-    if not place or not name.isidentifier() or text.startswith(LIVE):
+    if not place or not name.isidentifier():
         return None
     if place.endswith(".py"):
         candidates = [expanded(place)]
@@ -116,22 +117,6 @@ def _module_files(module: str) -> list[Path]:
         return [Path(spec.origin)] if spec.origin is not None else []
     roots = [Path.cwd() / first] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
     return [file for root in roots for file in (root.joinpath(*inner, "__init__.py"), Path(f"{root.joinpath(*inner)}.py"))]
-
-
-def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Every text in settings, by its dotted key."""
-    if isinstance(value, str):
-        if not isinstance(value, Live):
-            yield key, str(value)
-        return
-    if is_dataclass(value):
-        inside = [(one.name, getattr(value, one.name)) for one in fields(value)]
-    elif isinstance(value, Mapping):
-        inside = [(str(name), inner) for name, inner in value.items()]
-    else:
-        inside = [(str(place), inner) for place, inner in enumerate(value)] if isinstance(value, list | tuple) else []
-    for name, inner in inside:
-        yield from _texts(f"{key}.{name}".lstrip("."), inner)
 
 
 def _data(source: str, split: str) -> dict[str, Any] | None:

@@ -21,7 +21,6 @@ from groupwise.algorithms.table import PARTS
 from groupwise.config.live_objects import LIVE
 from groupwise.config.settings import Recipe
 from groupwise.errors import ConfigError, RunError
-from groupwise.rewards.registry import BUILTINS, MAKERS
 from groupwise.runs.folder import CONFIG, LARGEST_CONFIG, Origin
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
@@ -65,32 +64,36 @@ def _key() -> bytes:
 
 
 def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Dotted keys of a recipe that name code of somebody's own or a program, and what they name."""
-    environment, group = recipe.environment, recipe.group
+    """Dotted keys of a recipe that name code of somebody's own (`module:NAME`, `file.py:NAME`) or a program, and what they name.
+
+    Objects of the running program are left out.
+    """
+    environment = recipe.environment
     factories = environment.factory if isinstance(environment.factory, Mapping) else {"": environment.factory}
-    parts = {f"group.{part}": getattr(group, part) for part in PARTS}
-    texts: dict[str, object] = {
+    named: dict[str, object] = {
         "objective": recipe.objective,
         "data.task": recipe.data.task,
         "rollout.engine.name": recipe.rollout.engine.name,
-        **{key: part.get("name") if isinstance(part, Mapping) else part for key, part in parts.items()},
+        "environment.harness": environment.harness,
     }
-    yield from ((key, text) for key, text in texts.items() if isinstance(text, str) and ":" in text)
+    for kind in PARTS:
+        part = getattr(recipe.group, kind)
+        named |= {f"group.{kind}.name": part.get("name")} if isinstance(part, Mapping) else {f"group.{kind}": part}
+    named |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
+    named |= {f"environment.tools.{place}": tool for place, tool in enumerate(environment.tools)}
+    named |= {f"environment.factory.{name}".rstrip("."): factory for name, factory in factories.items()}
+    for key, text in named.items():
+        if isinstance(text, str) and ":" in text and not text.startswith(LIVE):
+            yield key, text
+    if isinstance(environment.harness, tuple):
+        yield "environment.harness", " ".join(environment.harness)
+    if environment.verifiers:
+        yield "environment.verifiers", environment.verifiers
     if recipe.model.trust_remote_code:
         yield "model.trust_remote_code", "code of the checkpoint"
     for place, reward in enumerate(recipe.rewards):
-        if reward.function not in {**BUILTINS, **MAKERS} and not reward.function.startswith(LIVE):
-            yield f"rewards.{place}.function", reward.function
         if reward.args.get("trust_remote_code"):
             yield f"rewards.{place}.args.trust_remote_code", "code of the checkpoint"
-    named = {f"environment.tools.{place}": tool for place, tool in enumerate(environment.tools)}
-    named |= {f"environment.factory.{name}".rstrip("."): factory for name, factory in factories.items() if factory}
-    named |= {"environment.verifiers": environment.verifiers} if environment.verifiers else {}
-    yield from ((key, text) for key, text in named.items() if not text.startswith(LIVE))
-    if isinstance(environment.harness, tuple):
-        yield "environment.harness", " ".join(environment.harness)
-    elif environment.harness is not None and ":" in environment.harness and not environment.harness.startswith(LIVE):
-        yield "environment.harness", environment.harness
 
 
 def demand_trust(origin: Origin, parts: Iterable[str]) -> None:
