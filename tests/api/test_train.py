@@ -713,7 +713,7 @@ def test_a_program_that_ends_between_two_steps_saves_the_last(tmp_path: Path) ->
 
 BOARD = """\
 import atexit
-from groupwise.runs.dashboards import to_tensorboard
+from groupwise.runs import dashboards
 
 class Board:
     identity, address = None, "here"
@@ -725,7 +725,7 @@ def begin(about):
     atexit.register(print, "the board's library ends")
     return Board()
 
-to_tensorboard.begin = begin
+dashboards.BOARDS["tensorboard"] = (begin, "")
 """
 PAIR = """\
 import socket

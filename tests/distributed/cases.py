@@ -48,12 +48,12 @@ from groupwise.ops.attention import Query
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
 from groupwise.runs import checkpoint
+from groupwise.runs.checkpoint import reader
 from groupwise.runs.engines import mixed_engine
 from groupwise.runs.folder import choose_folder
 from groupwise.runs.job import make_engine
 from groupwise.runs.policies import hold
 from groupwise.runs.run import Run, train
-from groupwise.runs.saving import reader
 from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.objectives import OBJECTIVES, language_model

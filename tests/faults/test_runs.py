@@ -31,12 +31,11 @@ from groupwise.models.saving import save
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs import job, prepare, recorded
-from groupwise.runs.checkpoint import latest, step_of
+from groupwise.runs.checkpoint import Saver, latest, step_of
 from groupwise.runs.folder import finished, unfinished
 from groupwise.runs.inputs import check_inputs, code_file, inputs_of, record_inputs
 from groupwise.runs.log import RunLog
 from groupwise.runs.run import Run, train
-from groupwise.runs.saving import Saver
 from groupwise.training import evaluate
 from groupwise.utils import files
 
@@ -473,7 +472,7 @@ def workers_of(run: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "where"), [(job, "make_learner"), (job, "make_engine"), (prepare, "_check_credit"), (prepare, "_judges")]
+    ("module", "where"), [(job, "make_learner"), (job, "make_engine"), (prepare, "_check_credit"), (prepare, "world_lines")]
 )
 def test_a_job_that_cannot_be_put_together_leaves_no_worker(
     module: Any, where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch

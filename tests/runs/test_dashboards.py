@@ -22,7 +22,7 @@ from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import Recipe, SaveSettings
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
-from groupwise.runs.dashboards import base
+from groupwise.runs import dashboards
 from groupwise.runs.log import RunLog
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
@@ -88,15 +88,15 @@ EXPECTED = [(number, round(number / 10, 4)) for number in range(1, 7)]
 
 def test_the_group_whose_rewards_differ_most_is_sent_best_first() -> None:
     groups = [group_of(1, 0, (1.0, 1.0)), group_of(1, 1, (0.0, math.nan, 1.0)), group_of(1, 2, (0.4, 0.6))]
-    found = base.most_telling(groups)
+    found = dashboards.most_telling(groups)
     assert found is groups[1]
-    rows = base.rows_of(found)
+    rows = dashboards.rows_of(found)
     assert [row["reward"] for row in rows[:2]] == [1.0, 0.0]
     assert math.isnan(rows[2]["reward"])
     assert rows[0]["rewards/accuracy"] == 1.0
     assert (rows[0]["finish"], rows[0]["tokens"]) == ("eos", 2)
-    assert base.most_telling([group_of(1, 0, (math.nan, math.nan))]) is None
-    assert base.most_telling([]) is None
+    assert dashboards.most_telling([group_of(1, 0, (math.nan, math.nan))]) is None
+    assert dashboards.most_telling([]) is None
 
 
 def test_a_missing_library_is_named_with_the_line_that_installs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_dashboard_that_fails_is_named_once_and_the_run_goes_on(
 ) -> None:
     pytest.importorskip("tensorboard")
     broken = Broken()
-    monkeypatch.setattr("groupwise.runs.dashboards.to_tensorboard.begin", lambda about: broken)
+    monkeypatch.setitem(dashboards.BOARDS, "tensorboard", (lambda about: broken, "it goes away"))
     with caplog.at_level(logging.WARNING):
         written(folder, a_recipe("tensorboard"), range(1, 5))
     assert broken.steps == [1]

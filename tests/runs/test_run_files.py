@@ -17,12 +17,11 @@ from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import GroupwiseError, RunError
 from groupwise.runs import checkpoint, recorded
-from groupwise.runs.folder import FINAL, check_final, choose_folder, unfinished
+from groupwise.runs.folder import FINAL, check_final, check_reference, choose_folder, unfinished
 from groupwise.runs.inputs import check_inputs
 from groupwise.runs.recorded import LogReader
 from groupwise.runs.run import train
 from groupwise.runs.run_files import CHECKSUMS, RunFiles
-from groupwise.runs.saving import check_reference
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.report import report
 from groupwise.viewer.sources import open_sources

@@ -173,8 +173,7 @@ def _evaluated(recipe: Recipe, progress: Callable[[int, int], None] | None) -> t
     prepared = Prepared.of(recipe, train=False)
     assert prepared.prompts is not None and prepared.rewards is not None
     with ExitStack() as ends:
-        for close in prepared.closing:
-            ends.callback(close)
+        ends.callback(prepared.close)
         ends.callback(torch.set_num_threads, torch.get_num_threads())
         policy = make_policy(prepared.blueprint.load(), prepared.blueprint.tokenizer, recipe.model)
         fit_threads(policy, recipe.threads)

@@ -10,7 +10,12 @@
 
 A checkpoint is written under a temporary name, synced to disk, read back for its checksums and renamed; older ones go only after
 that.  So a process may be killed at any moment and the newest complete checkpoint is still there.  Everything is verified before it
-is used; no pickle is written, or read before that.  How a run goes on from one: `saving.py`.
+is used; no pickle is written, or read before that.
+
+A policy that each process holds whole is written by the first process, at once; a sharded one by all processes, in the background,
+while training continues.  For a sharded policy every process copies its shard of the optimizer state, and its share of the policy's
+tensors, to host memory.  A thread then writes both.  When all have done so, the first process seals and renames the checkpoint;
+until then the one before is the newest.
 """
 
 from __future__ import annotations
@@ -19,21 +24,31 @@ import base64
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from groupwise.errors import CheckpointError, RunError, StorageError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from groupwise.distributed import comm, fsdp, sharded_checkpoint
+from groupwise.errors import CheckpointError, GroupwiseError, RunError, StorageError
+from groupwise.models.policy import Policy
+from groupwise.models.saving import save_to_resume
+from groupwise.models.sharded import own_parts, write_parts
 from groupwise.runs.folder import FINAL, check_final
+from groupwise.runs.job import Job
 from groupwise.runs.run_files import RunFiles
-from groupwise.utils import files
+from groupwise.utils import files, threads
 from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 log = logger("groupwise")
+
+Found = TypeVar("Found")
 
 CHECKPOINTS, LATEST, MANIFEST, COMPLETE = "checkpoints", "latest", "manifest.json", "COMPLETE"
 STATE, TENSORS = "state.json", "tensors.safetensors"
@@ -74,8 +89,6 @@ def save(
     temporary = begin(folder, step, policy_bytes + sum(tensor.nbytes for tensor in tensors.values()))
 
     def write() -> None:
-        from safetensors.torch import save_file
-
         assert temporary is not None
         policy_writer(temporary / "policy")
         write_state(temporary, state)
@@ -231,6 +244,106 @@ def _storage(root: Path) -> Iterator[None]:
         raise
 
 
+# ---------------------------------------------------------------- saving a job
+
+
+class Saver:
+    """Writes checkpoints of a job; all processes make the same calls."""
+
+    def __init__(self, folder: Path, job: Job, keep: int) -> None:
+        """keep: newest checkpoints that stay."""
+        self.folder, self.job, self.keep = folder, job, keep
+        self._writing: Future[None] | None = None
+        self._saved = 0
+        """The last step that was saved."""
+
+    def save(self, step: int, state: Mapping[str, Any], *, alone: bool = False) -> None:
+        """Save the job as it is now, with `state` beside it, once; returns when what is saved may change again.
+
+        alone: other processes may be lost: nothing is exchanged with them, so a sharded policy cannot be saved.
+        Raises StorageError on all processes, if not now then at the next call or in `wait`.
+        """
+        self.wait()
+        if step == self._saved:
+            return
+        policy, tensors = self.job.policy, self.job.tensors()
+        weights = sum(parameter.nbytes for parameter in policy.model.parameters())
+        if not policy.sharded:
+            write = partial(
+                save,
+                self.folder,
+                step,
+                policy_writer=partial(save_to_resume, policy),
+                state=state,
+                tensors=tensors,
+                keep=self.keep,
+                policy_bytes=weights,
+            )
+            if not alone:
+                comm.from_first(write)
+            elif comm.world().first:
+                write()
+            set_failure_hint(latest(self.folder) if alone else place(self.folder, step))
+            self._saved = step
+            return
+        needed = weights + sum(tensor.nbytes for tensor in tensors.values())
+        temporary = comm.from_first(lambda: begin(self.folder, step, needed))
+        if temporary is not None:
+            parts = own_parts(policy)
+            staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
+            group = comm.open_aside()
+            work = (temporary, step, dict(state), policy, parts, staged, group)
+            self._writing = threads.begin(lambda: self._write(*work), "checkpoint")
+
+    def wait(self) -> None:
+        """Return when everything is on the disk.  Raises StorageError or PeerError if it could not be written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(
+        self,
+        temporary: Path,
+        step: int,
+        state: Mapping[str, Any],
+        policy: Policy,
+        parts: Mapping[str, Tensor],
+        staged: sharded_checkpoint.Staged,
+        group: Any,
+    ) -> None:
+        here = comm.world()
+
+        def write() -> None:
+            staged.write(group)
+            write_parts(policy, temporary / "policy", parts)
+            if here.first:
+                write_state(temporary, state)
+
+        complete(temporary, step, write, keep=self.keep, rank=here.rank, size=here.size, together=_together)
+        set_failure_hint(place(self.folder, step))
+        self._saved = step
+
+
+def _together(work: Callable[[], Found]) -> list[Found]:
+    """Every process's result; a failure on one is raised on all."""
+    found, wrong = [], None
+    try:
+        found = [work()]
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        wrong = str(error) if isinstance(error, (GroupwiseError, OSError)) else f"{type(error).__name__}: {error}"
+    outcomes = comm.gather([(found, wrong)], aside=True)
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise StorageError(f"process {rank} could not write its part of a checkpoint: {failure}")
+    return [one for ones, _ in outcomes for one in ones]
+
+
+def set_failure_hint(newest: Path | None) -> None:
+    """Note the newest checkpoint, which the message of a later failure names."""
+    saved = f"the last checkpoint is {newest}; the same command continues from there" if newest is not None else None
+    comm.set_failure_hint(saved or "nothing was saved yet (save.every): the same command begins anew")
+
+
 # ---------------------------------------------------------------- loading
 
 
@@ -311,10 +424,6 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
 
     Of many processes each reads what it needs.  Raises CheckpointError if one is missing or has another shape.
     """
-    from safetensors import safe_open
-
-    from groupwise.distributed import fsdp
-
     if not into:
         return
     with safe_open(str(Path(path) / "trainer" / TENSORS), framework="pt") as file:
@@ -327,6 +436,14 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
                 own.copy_(file.get_tensor(name))
             elif own.numel():
                 own.copy_(file.get_slice(name)[fsdp.own_rows(tensor)])
+
+
+def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:
+    """A function that fills tensors by name, sharded or not, from a verified checkpoint, however many processes wrote it."""
+    folder = path / "trainer" / sharded_checkpoint.SHARDS
+    if folder.is_dir():
+        return lambda into: sharded_checkpoint.read(folder, into)
+    return lambda into: read_tensors(path, into)
 
 
 def place(folder: Path, step: int) -> Path:

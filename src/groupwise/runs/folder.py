@@ -33,7 +33,7 @@ from typing import IO, Any
 from groupwise.config.recipes import changes, parse_recorded, run_folder
 from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import parse
-from groupwise.errors import ConfigError, RunError, StorageError
+from groupwise.errors import CheckpointError, ConfigError, RunError, StorageError
 from groupwise.runs.recorded import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.runs.starts import attempts_of
@@ -48,6 +48,8 @@ LARGEST_CONFIG = 1 << 17
 """Bytes of `config.yaml`: YAML is slow to read."""
 FINAL = "final"
 """Folder of the trained model."""
+REFERENCE = "reference"
+"""Folder with the weights before the first step, where a reference is needed."""
 
 
 # ---------------------------------------------------------------- choosing and locking a folder
@@ -244,6 +246,14 @@ def check_final(model: Path) -> None:
         if not name.endswith(EDITED):
             raise RunError(f"{wrong}; the training command makes it again from the last checkpoint")
         log.warning("%s; it is used as it is", wrong)
+
+
+def check_reference(folder: Path) -> None:
+    """Raises CheckpointError if the weights before the first step, or their tokenizer, are not what the run wrote."""
+    try:
+        RunFiles(folder).verify_folder(REFERENCE)
+    except RunError as error:
+        raise CheckpointError(f"the KL would be to other weights: {error}, or start anew with --fresh") from error
 
 
 def _altered(run: RunFiles, name: str) -> str | None:

@@ -7,7 +7,6 @@ anything large is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from groupwise.rollout.engine import Engine
 from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, mixed_engine, mixture, sampler_of
 from groupwise.runs.plan import Lines
 from groupwise.runs.policies import critic_of, hold, reference_of, teacher_of
-from groupwise.runs.prepare import Prepared, closed_on_error, eval_sampling, sampling_of
+from groupwise.runs.prepare import Prepared, eval_sampling, sampling_of
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.groups import SampledRollouts
@@ -153,9 +152,7 @@ class Job(Learner):
 
     def close(self) -> None:
         """End reward workers and what samples; each of them, also if another one raises."""
-        with ExitStack() as stack:
-            for close in (*reversed(self.prepared.closing), *(() if self.engine is None else (self.engine.close,))):
-                stack.callback(close)
+        self.prepared.close()
 
 
 def _of_critic(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -171,9 +168,19 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     Raises ConfigError, DataError or Diverged before the first step.
     """
     prepared = Prepared.of(recipe, resume=resume)
-    with closed_on_error(*prepared.closing):
+    try:
         maker = _dataset_job if prepared.algorithm is None else _online_job
         return maker(prepared, reference, resume)
+    except BaseException:
+        prepared.close()
+        raise
+
+
+def _engine(prepared: Prepared, policy: Policy) -> Engine:
+    """What samples; it is closed with the rest of the job."""
+    engine = make_engine(policy, prepared.recipe.rollout, prepared.world)
+    prepared.started.callback(engine.close)
+    return engine
 
 
 def make_learner(
@@ -244,9 +251,8 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
     critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
     teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
     proofs = _proofs(prepared, policy, critic, teacher, algorithm.mix)
-    engine = make_engine(policy, recipe.rollout, prepared.world)
-    with closed_on_error(engine.close):
-        sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
+    engine = _engine(prepared, policy)
+    sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
     order = _order(recipe, len(prompts.train))
     ahead = make_ahead(recipe.rollout, prompts.train)
     visits = Visits(prompts.train, order, ahead=ahead.steps > 0)
@@ -340,7 +346,7 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
         sampler = sampler_of(recipe.rollout, sampling_of(recipe.rollout), conversations=prepared.world is not None)
         longest = max(longest, longest_of(recipe, prepared.prompts))
     proof = prove(policy, longest=longest, sampler=sampler, recompute=recipe.model.gradient_checkpointing)
-    engine = make_engine(policy, recipe.rollout, prepared.world) if kind.samples else None
+    engine = _engine(prepared, policy) if kind.samples else None
 
     def loop(done: int) -> Iterator[Step]:
         return train_offline(

@@ -20,7 +20,7 @@ from groupwise.data import vocabulary
 from groupwise.data.rollout_table import jsonable
 from groupwise.records import Scored, Step
 from groupwise.runs import recorded
-from groupwise.runs.dashboards.base import Dashboards
+from groupwise.runs.dashboards import Dashboards
 from groupwise.runs.folder import CONFIG, DONE
 from groupwise.runs.recorded import METRICS, ROLLOUTS, TOKENS, LogReader
 from groupwise.runs.run_files import RunFiles

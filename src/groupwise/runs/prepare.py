@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,12 @@ from groupwise.config.settings import (
     RewardSettings,
     RolloutSettings,
     TeacherSettings,
-    is_online,
     positions_of,
 )
 from groupwise.config.validation import STAGE, beyond_servers
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.prompts import columns_of, prompt_limit
 from groupwise.data.sources import read_rows
-from groupwise.data.templates import Tools
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm, fsdp
 from groupwise.environments.conversation import EpisodeWorld
@@ -69,7 +67,7 @@ from groupwise.runs.plan import (
 )
 from groupwise.runs.policies import hint_lines, largest_model, parameter_count, shared_out, weightless
 from groupwise.runs.recorded import list_rollouts, read_step
-from groupwise.training.objectives import OBJECTIVES
+from groupwise.training.objectives import OBJECTIVES, Kind
 from groupwise.training.preferences import preference_rows
 from groupwise.utils import files
 
@@ -83,10 +81,8 @@ def plan_of(
     world: so many processes instead of those that are running.   config: of another model (transformers', as a mapping).
     """
     prepared = Prepared.of(recipe, scorers=scorers, world=world, config=config)
-    with ExitStack() as stack:
-        for close in prepared.closing:
-            stack.callback(close)
-        return prepared.plan
+    prepared.close()
+    return prepared.plan
 
 
 def modelled(
@@ -101,12 +97,7 @@ def modelled(
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     recipe = shared_out(recipe, blueprint) if shared else recipe
-    return fitted(recipe, shape_of(recipe, blueprint)), blueprint
-
-
-def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
-    """The sizes of a recipe's model."""
-    return Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
+    return fitted(recipe, shape_of(blueprint, recipe.model.dtype)), blueprint
 
 
 def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
@@ -137,6 +128,11 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
     return Blueprint(tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model)
 
 
+def shape_of(blueprint: Blueprint, dtype: str = "float32") -> Shape:
+    """The sizes of a model."""
+    return Shape.of(blueprint.config, parameter_count(blueprint), dtype=dtype)
+
+
 def sampling_of(settings: RolloutSettings) -> Sampling:
     """The sampling of a recipe's rollouts."""
     return Sampling(
@@ -155,16 +151,6 @@ def eval_sampling(recipe: Recipe) -> Sampling:
     return Sampling(temperature=recipe.eval.temperature, max_new_tokens=length, stop=recipe.rollout.stop)
 
 
-@contextmanager
-def closed_on_error(*closing: Callable[[], None]) -> Iterator[None]:
-    """While a job is put together: what has been started ends if it comes to nothing."""
-    with ExitStack() as stack:
-        for close in closing:
-            stack.callback(close)
-        yield
-        stack.pop_all()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
     """What a job knows before weights are loaded."""
@@ -173,12 +159,17 @@ class Prepared:
     """With what its environment brings, its sharding and its micro-batches."""
     blueprint: Blueprint
     prompts: Data[Prompt] | None
+    """Of an online objective, an evaluation, or a data-set objective whose model is judged by what it samples."""
     rows: Data[Any]
+    """What is trained on: the prompts, or rows of a data set."""
     rewards: Rewards | None
     algorithm: Algorithm | None
+    """None of a data-set objective and of an evaluation."""
     steps: int
     plan: Lines
-    world: EpisodeWorld | None = None
+    world: EpisodeWorld | None
+    started: ExitStack
+    """Closes reward workers, the environment, and what a job adds."""
 
     @property
     def warnings(self) -> list[str]:
@@ -186,10 +177,9 @@ class Prepared:
         lost = self.rows.report.left_out
         return [*([lost] if lost else []), *(text for label, text in self.plan if label == "warning")]
 
-    @property
-    def closing(self) -> list[Callable[[], None]]:
-        """Ends what it has started."""
-        return [one.close for one in (self.rewards, self.world) if one is not None]
+    def close(self) -> None:
+        """End everything that was started; each of it, also if another one raises."""
+        self.started.close()
 
     @classmethod
     def of(
@@ -202,136 +192,136 @@ class Prepared:
         config: Mapping[str, Any] | None = None,
         train: bool = True,
     ) -> Prepared:
-        """Read model, data and environment, find reward functions and write the plan.   resume: see `modelled`.
+        """Read model, data and environment, make the reward functions and write the plan.   resume: see `modelled`.
 
         scorers, world, config: see `plan_of`.   train: False prepares an evaluation of the recipe's model on what is held out.
-        Whoever calls it ends with `closing` what was started.   Raises ConfigError, DataError.
+        Whoever calls it calls `close`.   Raises ConfigError, DataError.
         """
         demand_values(recipe)
         recipe, blueprint = modelled(with_environment_data(recipe), resume, shared=world is None, config=config)
-        others = [blueprint_of(scorer, None) for scorer in scorers]
-        source = make_runtime(recipe.environment)
-        with closed_on_error(*([] if source is None else [source.close])):
-            recipe = with_own_reward(recipe, source)
+        with ExitStack() as started:
+            if (runtime := make_runtime(recipe.environment)) is not None:
+                started.callback(runtime.close)
+            recipe = with_own_reward(recipe, runtime)
+            kind = OBJECTIVES.get(recipe.objective)
+            algorithm, steps, lines, hints = None, 0, Lines(), Lines()
             if not train:
-                found = cls._evaluation(recipe, blueprint, source)
-            elif is_online(recipe.objective):
-                found = cls._online(recipe, blueprint, others, world, source)
+                rows = prompts = load_prompts(recipe, blueprint, runtime, train=False)
+                recipe = _with_judge(recipe, prompts)
+            elif kind is None:
+                algorithm, prompts, lines, hints = _read_online(recipe, blueprint, runtime)
+                rows, steps = prompts, recipe.steps or 0
             else:
-                found = cls._dataset(recipe, blueprint, world, source)
-            with closed_on_error(*found.closing):
-                answering = make_world(recipe, blueprint, source, sampling_of(recipe.rollout))
-        return replace(found, world=answering, plan=[*found.plan, *world_lines(recipe, source)])
-
-    @classmethod
-    def _online(
-        cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None, source: ToolRuntime | None
-    ) -> Prepared:
-        wrong = Findings()
-        algorithm, prompts, lines, hints = None, None, [], []
-        with wrong.of("objective"):
-            algorithm = sampled_elsewhere(
-                resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens, recipe.critic), recipe.rollout
+                rows, prompts, lines, steps = _read_dataset(recipe, blueprint, runtime, kind)
+            plan = Lines()
+            if train:
+                others = [blueprint_of(scorer, None) for scorer in scorers]
+                plan = [*lines, *_model_lines(recipe, blueprint, _load(recipe, blueprint, algorithm, rows, others), world)]
+            rewards = _make_rewards(recipe, blueprint, algorithm, prompts, awaited=bool(scorers))
+            if rewards is not None:
+                started.callback(rewards.close)
+                _check_credit(algorithm, rewards, runtime)
+                plan += [("reward", line) for line in rewards.plan()]
+            plan += [("read", str(rows.report)), *(("warning", text) for text in rows.report.warnings), *hints]
+            plan += world_lines(recipe, runtime)
+            if (answering := make_world(recipe, blueprint, runtime, sampling_of(recipe.rollout))) is not None:
+                started.callback(answering.close)
+            return cls(
+                recipe=recipe,
+                blueprint=blueprint,
+                prompts=prompts,
+                rows=rows,
+                rewards=rewards,
+                algorithm=algorithm,
+                steps=steps,
+                plan=plan,
+                world=answering,
+                started=started.pop_all(),
             )
-        if algorithm is not None:
-            _check_sections(recipe, algorithm, wrong)
-        with wrong.of(_data_key(recipe)):
-            prompts = _prompts(_with_room(recipe, blueprint, wrong), blueprint, tools_of(source))
-        if prompts is not None:
-            with wrong.of("group.prompts_per_step"):
-                counts = len(prompts.train), len(prompts.held_out), len(prompts.validation)
-                lines = online_plan(recipe, *counts, prompts.report.left_out)
-            with wrong.of("teacher.hint"):
-                hints = hint_lines(recipe.teacher.hint, prompts.train)
-        if wrong.errors:
-            _try_rewards(recipe, prompts, blueprint, wrong)
-        wrong.settle()
-        assert algorithm is not None
-        assert prompts is not None
-        lines.insert(0, ("algorithm", algorithm_line(algorithm)))
-        load = _online_load(recipe, blueprint, algorithm, prompts, scorers)
-        held = [*adapter_lines(recipe, blueprint), *precision_lines(recipe)]
-        held += _held(recipe, blueprint, load, world)
-        rewards = None
-        if not recipe.rewards and not algorithm.needs_reward:
-            rewards = no_rewards()
-        elif recipe.rewards or not scorers:
-            columns = columns_of(prompts.train)
-            rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
-            with closed_on_error(rewards.close):
-                _check_credit(algorithm, rewards, source)
-                held += _judges(rewards)
-        assert recipe.steps is not None
-        return cls(
-            recipe=recipe,
-            blueprint=blueprint,
-            prompts=prompts,
-            rows=prompts,
-            rewards=rewards,
-            algorithm=algorithm,
-            steps=recipe.steps,
-            plan=[
-                *lines,
-                *held,
-                ("read", str(prompts.report)),
-                *(("warning", text) for text in prompts.report.warnings),
-                *hints,
-            ],
-        )
 
-    @classmethod
-    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None, source: ToolRuntime | None) -> Prepared:
-        kind = OBJECTIVES[recipe.objective]
-        wrong, rows = Findings(), None
-        with wrong.of(_data_key(recipe)):
-            rows = kind.load(recipe, blueprint, tools_of(source))
-        if wrong.errors and kind.samples:
-            _try_rewards(recipe, None, blueprint, wrong)
-        wrong.settle()
-        assert rows is not None
-        tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
-        prompts = _prompts(recipe, blueprint, tools_of(source), train=False) if recipe.rewards and kind.samples else None
-        judged = prompts or rows
-        held_out, validation, left_out = len(judged.held_out), len(judged.validation), rows.report.left_out
-        lines, steps = offline_plan(recipe, len(rows.train), held_out, tokens, validation, left_out)
-        load = Load(
-            prompts=recipe.batch_size,
-            group=1,
-            prompt_tokens=math.ceil(tokens * 1.2),  # a row that is longer than the mean
-            completion_tokens=0,
-            budget=positions_of(recipe),
-            cpu=resolve_device(recipe.model).type == "cpu",
-            recompute=recipe.model.gradient_checkpointing,
-            adapter=adapter_count(recipe, blueprint),
-        )
-        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
-        lines += _held(recipe, blueprint, load, world)
-        columns = columns_of(prompts.held_out) if prompts is not None else []
-        rewards = None
-        if columns:
-            rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
-        if rewards is not None:
-            with closed_on_error(rewards.close):
-                lines += _judges(rewards)
-        plan = [*lines, ("read", str(rows.report)), *(("warning", text) for text in rows.report.warnings)]
-        return cls(
-            recipe=recipe, blueprint=blueprint, prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan
-        )  # fmt: skip
 
-    @classmethod
-    def _evaluation(cls, recipe: Recipe, blueprint: Blueprint, source: ToolRuntime | None) -> Prepared:
-        prompts = _prompts(recipe, blueprint, tools_of(source), train=False)
-        if not prompts.held_out:
-            raise ConfigError("no held-out prompt is left to evaluate on: give data=FILE or task=NAME")
-        columns, functions = columns_of(prompts.held_out), recipe.rewards
-        if not functions and any(column in columns for column in GOLD_COLUMNS):
-            functions = (RewardSettings(function="accuracy"),)
-        if not functions:
-            raise ConfigError("nothing says what is right: the data hold no answer; give rewards=NAME")
-        rewards = build_rewards(functions, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
-        return cls(
-            recipe=recipe, blueprint=blueprint, prompts=prompts, rows=prompts, rewards=rewards, algorithm=None, steps=0, plan=[]
-        )  # fmt: skip
+# ---------------------------------------------------------------- data and rewards
+
+
+def algorithm_of(recipe: Recipe) -> Algorithm:
+    """The algorithm of an online recipe, as its engine's samples need it.  Raises ConfigError."""
+    algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens, recipe.critic)
+    return sampled_elsewhere(algorithm, recipe.rollout)
+
+
+def load_prompts(recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, *, train: bool = True) -> Data[Prompt]:
+    """The prompts of a recipe.   train: False leaves out those to train on."""
+    return load_data(
+        recipe.data,
+        blueprint.tokenizer,
+        context=blueprint.context,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        seed=recipe.seed,
+        tools=tools_of(runtime),
+        train=train,
+    )
+
+
+def _read_online(recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None) -> tuple[Algorithm, Data[Prompt], Lines, Lines]:
+    """Algorithm and prompts, the first lines of the plan, and those about hints.
+
+    Raises everything that is wrong with the recipe at once, its reward functions included.
+    """
+    wrong = Findings()
+    algorithm, prompts, lines, hints = None, None, [], []
+    with wrong.of("objective"):
+        algorithm = algorithm_of(recipe)
+    if algorithm is not None:
+        _check_sections(recipe, algorithm, wrong)
+    with wrong.of(_data_key(recipe)):
+        prompts = load_prompts(_with_room(recipe, blueprint, wrong), blueprint, runtime)
+    if prompts is not None:
+        with wrong.of("group.prompts_per_step"):
+            counts = len(prompts.train), len(prompts.held_out), len(prompts.validation)
+            lines = online_plan(recipe, *counts, prompts.report.left_out)
+        with wrong.of("teacher.hint"):
+            hints = hint_lines(recipe.teacher.hint, prompts.train)
+    if wrong.errors:
+        _try_rewards(recipe, prompts, blueprint, wrong)
+    wrong.settle()
+    assert algorithm is not None
+    assert prompts is not None
+    return algorithm, prompts, [("algorithm", algorithm_line(algorithm)), *lines], hints
+
+
+def _read_dataset(
+    recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, kind: Kind
+) -> tuple[Data[Any], Data[Prompt] | None, Lines, int]:
+    """Rows, held-out prompts where rewards judge the model, the first lines of the plan, and the number of steps."""
+    wrong, rows = Findings(), None
+    with wrong.of(_data_key(recipe)):
+        rows = kind.load(recipe, blueprint, tools_of(runtime))
+    if wrong.errors and kind.samples:
+        _try_rewards(recipe, None, blueprint, wrong)
+    wrong.settle()
+    assert rows is not None
+    prompts = load_prompts(recipe, blueprint, runtime, train=False) if recipe.rewards and kind.samples else None
+    judged, tokens = prompts or rows, _mean_length(rows)
+    counts = len(judged.held_out), tokens, len(judged.validation)
+    lines, steps = offline_plan(recipe, len(rows.train), *counts, rows.report.left_out)
+    return rows, prompts, [("objective", kind.title), *lines], steps
+
+
+def _mean_length(rows: Data[Any]) -> float:
+    return sum(len(row) for row in rows.train) / max(len(rows.train), 1)
+
+
+def _data_key(recipe: Recipe) -> str:
+    return "data.path" if recipe.data.path is not None else "data.task" if recipe.data.task is not None else "data"
+
+
+def _with_room(recipe: Recipe, blueprint: Blueprint, wrong: Findings) -> Recipe:
+    """The recipe.  Where prompt and completion cannot fit into the context, note that, and return one whose data can be read."""
+    context, settings = blueprint.context, recipe.rollout
+    with wrong.of("rollout.max_new_tokens"):
+        prompt_limit(context, settings.max_new_tokens, recipe.data.max_prompt_tokens)
+        return recipe
+    return replace(recipe, rollout=replace(settings, max_new_tokens=max(1, context // 2)))
 
 
 def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> None:
@@ -348,43 +338,6 @@ def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> No
             raise ConfigError(message)
 
 
-def _online_load(
-    recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm, prompts: Data[Prompt], scorers: Sequence[Blueprint]
-) -> Load:
-    """The work of one step, for the memory plan.   scorers: see `Prepared.of`."""
-    group, shape, cpu = recipe.group, shape_of(recipe, blueprint), resolve_device(recipe.model).type == "cpu"
-    engine = engine_traits(recipe.rollout.engine.name)
-    return Load(
-        prompts=group.prompts_per_step,
-        group=group.group_size,
-        prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
-        completion_tokens=recipe.rollout.max_new_tokens,
-        budget=positions_of(recipe),
-        rows=recipe.rollout.max_rows if engine.own_weights else 0,
-        prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
-        cpu=cpu,
-        reference=algorithm.needs_reference,
-        recompute=recipe.model.gradient_checkpointing,
-        adapter=adapter_count(recipe, blueprint),
-        rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers))
-        + critic_memory(recipe, algorithm)
-        + teacher_memory(recipe, algorithm, shape),
-    )
-
-
-def _data_key(recipe: Recipe) -> str:
-    return "data.path" if recipe.data.path is not None else "data.task" if recipe.data.task is not None else "data"
-
-
-def _with_room(recipe: Recipe, blueprint: Blueprint, wrong: Findings) -> Recipe:
-    """The recipe; if prompt and completion cannot fit into the context, that is kept, and one whose data can be looked through."""
-    context, settings = blueprint.context, recipe.rollout
-    with wrong.of("rollout.max_new_tokens"):
-        prompt_limit(context, settings.max_new_tokens, recipe.data.max_prompt_tokens)
-        return recipe
-    return replace(recipe, rollout=replace(settings, max_new_tokens=max(1, context // 2)))
-
-
 def _try_rewards(recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Blueprint, wrong: Findings) -> None:
     """Of a recipe that is refused anyway: what is wrong with its reward functions too.  Reward models are not loaded for it."""
     columns: list[str] | None = None if prompts is None else columns_of(prompts.train)
@@ -393,62 +346,54 @@ def _try_rewards(recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Bluepr
             ours = {theirs: ours for ours, theirs in recipe.data.columns.items()}
             names = dict.fromkeys(str(name) for row in read_rows(recipe.data.path, recipe.data.split) for name in row)
             columns = [ours.get(name, name) for name in names]
-    asked = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function not in MAKERS}
-    if not asked:
+    functions = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function not in MAKERS}
+    if not functions:
         return
-    found = Findings()
-    with found.of("rewards"):
-        build_rewards(list(asked.values()), columns=columns or (), tokenizer=blueprint.tokenizer).close()
-    for error in found.errors:
+    further = Findings()
+    with further.of("rewards"):
+        build_rewards(list(functions.values()), columns=columns or (), tokenizer=blueprint.tokenizer).close()
+    for error in further.errors:
         first, _, rest = error.key.removeprefix("rewards.").partition(".")
         if first.isdigit():
-            error.key = f"rewards.{list(asked)[int(first)]}.{rest}"
+            error.key = f"rewards.{list(functions)[int(first)]}.{rest}"
         if columns is not None or NO_COLUMN not in str(error):
             wrong.errors.append(error)
 
 
-def _judges(rewards: Rewards) -> Lines:
-    """Where each reward function runs, and what ends a call that does not come back."""
-    return [("reward", line) for line in rewards.plan()]
+def _with_judge(recipe: Recipe, prompts: Data[Prompt]) -> Recipe:
+    """The recipe of an evaluation: judged by the built-in accuracy where it names no reward, and the data have answers."""
+    if not prompts.held_out:
+        raise ConfigError("no held-out prompt is left to evaluate on: give data=FILE or task=NAME")
+    if recipe.rewards:
+        return recipe
+    if not {*GOLD_COLUMNS} & {*columns_of(prompts.held_out)}:
+        raise ConfigError("nothing says what is right: the data hold no answer; give rewards=NAME")
+    return replace(recipe, rewards=(RewardSettings(function="accuracy"),))
 
 
-def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
-    """What the process, or each of several, holds and does in a step."""
-    shape = shape_of(recipe, blueprint)
-    count = comm.world().size if world is None else world
-    found = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
-    if count == 1:
-        need = process_memory(shape, load, prompts=load.prompts)
-        lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(need)]
-        if load.cpu and (reason := absence()):
-            lines.append(("kernels", f"torch's own, more slowly: {reason}"))
-    else:
-        sharding = Sharding(world=count, name=found.name, shards=found.shards or count, offload=found.offload)
-        lines = process_lines(shape, load, sharding)
-    if load.completion_tokens and not load.rows:
-        lines.append(("not counted", f"what {recipe.rollout.engine.name} takes to sample, on this device or another"))
-    return lines
+def _make_rewards(
+    recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm | None, prompts: Data[Prompt] | None, *, awaited: bool
+) -> Rewards | None:
+    """The reward functions; None where nothing is judged.   awaited: reward models are still to be trained."""
+    if algorithm is not None and not recipe.rewards and not algorithm.needs_reward:
+        return no_rewards()
+    columns = [] if prompts is None else columns_of(prompts.held_out if algorithm is None else prompts.train)
+    if prompts is None or not (columns if algorithm is None else recipe.rewards or not awaited):
+        return None
+    return build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
 
 
-def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Shape, int]]:
-    """Shape and micro-batch of every reward model of a recipe."""
-    for reward in recipe.rewards:
-        if reward.function in MAKERS:
-            blueprint = read_blueprint(ModelSettings(path=str(reward.args.get("path"))))
-            size = int(reward.args.get("tokens_per_microbatch", POSITIONS))
-            yield Shape.of(blueprint.config, parameter_count(blueprint), dtype=str(reward.args.get("dtype", "float32"))), size
-    for blueprint in planned:
-        yield Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32"), POSITIONS
-
-
-def _check_credit(algorithm: Algorithm, rewards: Rewards, source: ToolRuntime | None) -> None:
+def _check_credit(algorithm: Algorithm | None, rewards: Rewards, runtime: ToolRuntime | None) -> None:
     """Raises ConfigError if a part reads rewards of steps and there are none: of functions, or of an environment's turns."""
-    if algorithm.needs_steps and not rewards.process and source is None:
+    if algorithm is not None and algorithm.needs_steps and not rewards.process and runtime is None:
         by = "group.credit" if "process" in fact(algorithm.credit, "reads") else "a further term of the loss"
         raise ConfigError(
             f"{by} reads rewards of steps, but none of the rewards ({', '.join(rewards.names)}) rewards any: use a function marked "
             "with @process_reward, the reward model with args: {steps: newline}, or an environment that rewards turns"
         )
+
+
+# ---------------------------------------------------------------- the plan
 
 
 def algorithm_line(algorithm: Algorithm) -> str:
@@ -461,24 +406,58 @@ def algorithm_line(algorithm: Algorithm) -> str:
     return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
 
 
-def critic_memory(recipe: Recipe, algorithm: Algorithm) -> int:
-    """Bytes of a critic with a backbone of its own: weights, gradients and moments in float32; 0 where there is none yet."""
-    path = recipe.critic.path
-    if not algorithm.needs_value or path is None or path.startswith(STAGE):
-        return 0
-    return 16 * parameter_count(read_blueprint(ModelSettings(path=path)))
+def _load(recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm | None, rows: Data[Any], scorers: Sequence[Blueprint]) -> Load:
+    """The work of one step, for the memory plan.   scorers: reward models that do not exist yet."""
+    group, cpu = recipe.group, resolve_device(recipe.model).type == "cpu"
+    load = Load(
+        prompts=recipe.batch_size,
+        group=1,
+        prompt_tokens=0,
+        completion_tokens=0,
+        budget=positions_of(recipe),
+        cpu=cpu,
+        recompute=recipe.model.gradient_checkpointing,
+        adapter=adapter_count(recipe, blueprint),
+    )
+    if algorithm is None:
+        return replace(load, prompt_tokens=math.ceil(_mean_length(rows) * 1.2))  # a row that is longer than the mean
+    shape, engine = shape_of(blueprint, recipe.model.dtype), engine_traits(recipe.rollout.engine.name)
+    return replace(
+        load,
+        prompts=group.prompts_per_step,
+        group=group.group_size,
+        prompt_tokens=max(prompt.tokens.size for prompt in rows.train),
+        completion_tokens=recipe.rollout.max_new_tokens,
+        rows=recipe.rollout.max_rows if engine.own_weights else 0,
+        prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
+        reference=algorithm.needs_reference,
+        rewards=_other_models(recipe, algorithm, shape, scorers),
+    )
 
 
-def teacher_memory(recipe: Recipe, algorithm: Algorithm, shape: Shape) -> int:
-    """Bytes of a teacher's weights: of its checkpoint, or of a policy's former self where that is not under an adapter."""
-    path, ema = recipe.teacher.path, recipe.teacher.ema
-    if not algorithm.needs_teacher or (path or "").startswith(STAGE):
-        return 0
-    if path is not None:
-        shape = shape_of(recipe, read_blueprint(ModelSettings(path=path)))
-    elif ema == 1.0 or recipe.model.lora is not None:
-        return 0
-    return shape.parameters * shape.bytes_per_weight
+def _other_models(recipe: Recipe, algorithm: Algorithm, shape: Shape, scorers: Sequence[Blueprint]) -> int:
+    """Bytes of reward models, of a critic and of a teacher; those that an earlier stage makes are left out.
+
+    shape: of the policy.
+    """
+    total = sum(scoring_memory(shape_of(one), POSITIONS) for one in scorers)
+    for reward in recipe.rewards:
+        if reward.function in MAKERS:
+            other = shape_of(_blueprint_at(str(reward.args.get("path"))), str(reward.args.get("dtype", "float32")))
+            total += scoring_memory(other, int(reward.args.get("tokens_per_microbatch", POSITIONS)))
+    critic, teacher = recipe.critic.path, recipe.teacher
+    if algorithm.needs_value and critic is not None and not critic.startswith(STAGE):
+        total += 16 * parameter_count(_blueprint_at(critic))  # weights, gradients and moments in float32
+    if algorithm.needs_teacher and teacher.path is None and teacher.ema != 1.0 and recipe.model.lora is None:
+        total += shape.parameters * shape.bytes_per_weight  # a former self of the policy
+    elif algorithm.needs_teacher and teacher.path is not None and not teacher.path.startswith(STAGE):
+        other = shape_of(_blueprint_at(teacher.path), recipe.model.dtype)
+        total += other.parameters * other.bytes_per_weight
+    return total
+
+
+def _blueprint_at(path: str) -> Blueprint:
+    return read_blueprint(ModelSettings(path=path))
 
 
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
@@ -490,37 +469,32 @@ ADAPTER_LR = 1e-5
 """Learning rate below which an adapter hardly moves: ten times as much is usual, where full training takes 1e-6."""
 
 
-def adapter_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
-    """What is trained where it is not the weights, for the plan, with a warning about a learning rate that belongs to those."""
-    if recipe.model.lora is None:
-        return []
-    count, total, lr = adapter_count(recipe, blueprint), parameter_count(blueprint), recipe.optimizer.lr
-    lines = [("adapter", f"{count:,} parameters beside {total:,} that stay as they are ({count / total:.2%})")]
-    if lr < ADAPTER_LR:
-        lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
-    return lines
-
-
-def precision_lines(recipe: Recipe) -> Lines:
-    """A warning where the processor has no products in `model.dtype` and computes them one number at a time."""
-    lower, device = recipe.model.dtype != "float32", resolve_device(recipe.model)
+def _model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
+    """What is trained, and what the process, or each of several, holds and does in a step."""
+    shape, count = shape_of(blueprint, recipe.model.dtype), comm.world().size if world is None else world
+    lines, lr = Lines(), recipe.optimizer.lr
+    if load.adapter:
+        share = f"{load.adapter / shape.parameters:.2%}"
+        lines.append(("adapter", f"{load.adapter:,} parameters beside {shape.parameters:,} that stay as they are ({share})"))
+        if lr < ADAPTER_LR:
+            lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
     old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-    if not (lower and old and device.type == "cpu"):
-        return []
-    cost = "an update takes many times as long as in float32"
-    return [("warning", f"model.dtype {recipe.model.dtype}: this processor has no AVX-512, and {cost}: set model.dtype=float32")]
-
-
-def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None, *, train: bool = True) -> Data[Prompt]:
-    return load_data(
-        recipe.data,
-        blueprint.tokenizer,
-        context=blueprint.context,
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        seed=recipe.seed,
-        tools=tools,
-        train=train,
-    )
+    if recipe.model.dtype != "float32" and old and load.cpu:
+        cost = "an update takes many times as long as in float32"
+        remedy = f"this processor has no AVX-512, and {cost}: set model.dtype=float32"
+        lines.append(("warning", f"model.dtype {recipe.model.dtype}: {remedy}"))
+    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
+    if count == 1:
+        need = process_memory(shape, load, prompts=load.prompts)
+        lines += [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(need)]
+        if load.cpu and (reason := absence()):
+            lines.append(("kernels", f"torch's own, more slowly: {reason}"))
+    else:
+        shards = sharding.shards or count
+        lines += process_lines(shape, load, Sharding(world=count, name=sharding.name, shards=shards, offload=sharding.offload))
+    if load.completion_tokens and not load.rows:
+        lines.append(("not counted", f"what {recipe.rollout.engine.name} takes to sample, on this device or another"))
+    return lines
 
 
 # ---------------------------------------------------------------- what an earlier stage leaves

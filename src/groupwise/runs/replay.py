@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe, is_online, positions_of
@@ -30,14 +29,12 @@ from groupwise.records import Scored, Step
 from groupwise.rewards.compose import combine
 from groupwise.rollout.dynamic_sampling import Collected
 from groupwise.runs import checkpoint
-from groupwise.runs.engines import sampled_elsewhere
-from groupwise.runs.folder import CONFIG, FINAL, LARGEST_CONFIG, Origin
+from groupwise.runs.folder import CONFIG, FINAL, LARGEST_CONFIG, REFERENCE, Origin, check_reference
 from groupwise.runs.job import Learner, make_learner
 from groupwise.runs.policies import hold
-from groupwise.runs.prepare import blueprint_of, modelled
+from groupwise.runs.prepare import algorithm_of, blueprint_of, modelled
 from groupwise.runs.recorded import read_step
 from groupwise.runs.run_files import RunFiles
-from groupwise.runs.saving import REFERENCE, check_reference, reader
 from groupwise.runs.starts import ENVIRONMENT, attempts_of, environment
 from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
@@ -230,14 +227,14 @@ class RecordedRun:
         path = recipe.model.path
         if path is not None and path.startswith(STAGE):  # the stages of a run lie side by side, wherever that was moved
             recipe = replace(recipe, model=replace(recipe.model, path=str(folder.parent / path.removeprefix(STAGE) / FINAL)))
-        algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens, recipe.critic)
+        algorithm = algorithm_of(recipe)
         if algorithm.needs_value or algorithm.needs_teacher:
             other = "a critic" if algorithm.needs_value else "a teacher"
             raise ConfigError(
                 f"{algorithm.name} learns from {other}, whose part in a step cannot be computed again yet: replay takes runs of "
                 "algorithms that need none (`groupwise view` shows what was recorded)"
             )
-        return cls(folder, recipe, sampled_elsewhere(algorithm, recipe.rollout))
+        return cls(folder, recipe, algorithm)
 
     def learner(self, step: int) -> Learner:
         """Policy, reference and optimizer after a step whose checkpoint is there; 0: before the first."""
@@ -248,12 +245,11 @@ class RecordedRun:
         reference = kept if kept.is_dir() else None
         learner = make_learner(recipe, blueprint, self.algorithm, reference=reference, resume=resume)
         if learner.reference is not None and recipe.model.lora is None and reference is None and saved is not None:
-            learner.reference = hold(
-                recipe, blueprint_of(recipe, None)
-            )  # the run needed none; it would have been what it began with
+            # The run kept none, because it needed none: the weights that it began with.
+            learner.reference = hold(recipe, blueprint_of(recipe, None))
             learner.reference.model.requires_grad_(False)
         if saved is not None:
-            learner.restore(checkpoint.load(saved, verify=False), reader(saved))
+            learner.restore(checkpoint.load(saved, verify=False), checkpoint.reader(saved))
         return learner
 
     def steps(self, learner: Learner, numbers: range, groups: Sequence[Scored] | None = None) -> Iterator[Step]:

@@ -23,17 +23,16 @@ from groupwise.models.loading import resolve_device
 from groupwise.models.policy import Policy
 from groupwise.models.saving import export
 from groupwise.records import Scored, Step
-from groupwise.runs import checkpoint
-from groupwise.runs.dashboards import base as dashboards
-from groupwise.runs.folder import FINAL, Lock, choose_folder
+from groupwise.runs import checkpoint, dashboards
+from groupwise.runs.checkpoint import Saver, reader, set_failure_hint
+from groupwise.runs.folder import FINAL, REFERENCE, Lock, check_reference, choose_folder
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
-from groupwise.runs.job import Job, Judged
+from groupwise.runs.job import Job, Judged, make_job
 from groupwise.runs.log import RunLog
 from groupwise.runs.model_card import write_card
 from groupwise.runs.policies import fit_threads
 from groupwise.runs.prepare import resolved
 from groupwise.runs.run_files import RunFiles
-from groupwise.runs.saving import REFERENCE, Saver, check_reference, newest_checkpoint, resumed_job, set_failure_hint
 from groupwise.runs.signals import endings
 from groupwise.runs.starts import record_end
 from groupwise.runs.trust import seal
@@ -309,6 +308,30 @@ class Run:
         apart = not self.job.policy.sharded or comm.world().size == 1
         unchanged = self._whole[1] == self.job.taken and not self.job.exchanging
         return apart and not self._writing and unchanged
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole; None if the run has saved none.  Raises CheckpointError, StorageError.
+
+    An export of the final model that was interrupted is completed or taken back first.
+    """
+    with files.storing(folder, "the run"):
+        for name in (FINAL, REFERENCE):
+            files.recover(folder / name)
+    return checkpoint.latest(folder)
+
+
+def resumed_job(recipe: Recipe, folder: Path, newest: Path | None) -> Job:
+    """The job of a run at its newest checkpoint, whose bytes have just been verified; a new job if that is None."""
+    job = make_job(recipe, resume=None if newest is None else newest / "policy", reference=folder / REFERENCE)
+    if newest is None:
+        return job
+    try:
+        job.restore(checkpoint.load(newest, verify=False), reader(newest))
+    except BaseException:
+        job.close()
+        raise
+    return job
 
 
 SHOWN = 32
