@@ -1,8 +1,6 @@
 """`groupwise check`: are sampled and scored log-probs equal?  A minute of real sampling and scoring before hours of it.
 
 Every check looks at the user's own model, tokenizer, data and rewards, reports a result, and what to do if it is wrong.
-
-G completions of a prompt
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from groupwise.environments.runtime import EnvironmentBroken
 from groupwise.environments.schemas import name_of
 from groupwise.environments.tool_episodes import ToolWorld
 from groupwise.errors import ConfigError, DataError, GroupwiseError
-from groupwise.models.attention import plain_attention
 from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
-from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.proof import passes as proof
+from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.compose import Rewards, prompt_of
 from groupwise.runs.folder import Origin, overridden
@@ -388,9 +386,7 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
     unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
     yield _agree("packing", unshared, scored, limit, "shared prompts = repeated prompts", "shared and repeated prompts")
-    own = [
-        np.concatenate([_own_forward(policy, sample_of(part)) for part in unbranched(rollout)]) for rollout in rollouts[:PROMPTS]
-    ]
+    own = [_own_forward(policy, rollout) for rollout in rollouts[:PROMPTS]]
     yield _agree("positions", own, scored, limit, "= the model's own forward pass", "the packed and the model's own forward pass")
     yield _endings(recipe, job, prompts, rollouts)
     yield from _spread(rewards.score(groups)) if rewards.names else ()
@@ -427,21 +423,11 @@ def _agree(name: str, scored: Sequence[np.ndarray], expected: Sequence[np.ndarra
     return Finding(name, False, f"{what} differ by up to {gap:.2g} nats, more than rounding ({limit:g}): do not train; report it")
 
 
-@torch.no_grad()
-def _own_forward(policy: Policy, sample: Sample) -> np.ndarray:
-    """Log-probs by the model's own attention and head and a plain log_softmax; 0 where nothing is asked."""
-    ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion])).to(policy.device)
-    with plain_attention(policy.model) as model, policy.precision():
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 : -1, : policy.vocabulary]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sample.temperature
-    for row, support in enumerate(sample.support or ()):
-        if not support.size:  # nobody drew it
-            continue
-        outside = torch.ones(policy.vocabulary, dtype=torch.bool, device=logits.device)
-        outside[torch.from_numpy(support).to(logits.device)] = False
-        logits[row, outside] = -torch.inf
-    chosen = logits.log_softmax(-1).gather(1, ids[sample.prompt.size :, None])[:, 0]
-    return np.where(sample.weight != 0, chosen.cpu().numpy(), 0.0)
+def _own_forward(policy: Policy, rollout: Rollout) -> np.ndarray:
+    """Log-probs by the model's own pass in the distribution that was sampled; 0 where nothing is trained."""
+    texts = [proof.Text(sample_of(part), part) for part in unbranched(rollout)]
+    drawn = proof.model_pass(policy, texts, gradients=False).drawn
+    return np.concatenate([np.where(text.sample.weight != 0, logp, 0.0) for text, logp in zip(texts, drawn, strict=True)])
 
 
 def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
