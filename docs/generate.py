@@ -67,13 +67,11 @@ With `group.beta` above 0 every token's loss gets `+ beta KL`, estimated by `gro
 
 def algorithms_page() -> str:
     """The table, then the parts."""
-    lines = [INTRO + "| preset | credit | ratio | surrogate | weights | extra terms |", "|---|---|---|---|---|---|"]
+    lines = [INTRO + "| preset | credit | ratio | surrogate, extra terms | weights |", "|---|---|---|---|---|"]
     for row in ALGORITHMS.values():
-        cells = [
-            f"[`{row.name}`](algorithms/{row.name}.md)",
-            *(f"`{short(part)}`" for part in parts_of(row).values()),
-            added(row),
-        ]
+        parts = {name: f"`{short(part)}`" for name, part in parts_of(row).items()}
+        parts["surrogate"] = ", ".join(filter(None, [parts["surrogate"], added(row)]))
+        cells = [f"[`{row.name}`](algorithms/{row.name}.md)", *parts.values()]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", NOTATION, "## The parts", ""]
     lines += ["The keys of `group` name these. All but `kl` also take a function of your own ([own parts](own-parts.md))."]
@@ -528,7 +526,7 @@ def commands_page() -> str:
     _, commands = parsers(list(COMMANDS))
     lines = [COMMANDS_INTRO.rstrip()]
     for name, text in COMMANDS.items():
-        lines += ["", f"## {name}", "", f"{text[0].upper()}{text[1:]}.", "", "```text", usage(name, commands[name]), "```", ""]
+        lines += ["", f"## {name}", "", f"{text[0].upper()}{text[1:]}.", ""]
         rows = [argument_row(action) for action in commands[name]._actions if action.dest not in ("help", "debug")]
         if rows:
             lines += ["| argument | meaning |", "|---|---|", *rows, ""]
@@ -537,21 +535,14 @@ def commands_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def usage(name: str, command: argparse.ArgumentParser) -> str:
-    """How a command is written: its arguments by position, then whether there are options."""
-    words = ["groupwise", name]
-    for action in command._actions:
-        if not action.option_strings:
-            value = str(action.metavar or action.dest.upper()) + (" ..." if action.nargs in ("*", "+") else "")
-            words.append(f"[{value}]" if action.nargs in ("?", "*") else value)
-    optional = any(action.option_strings and action.dest not in ("help", "debug") for action in command._actions)
-    return " ".join([*words, "[options]"] if optional else words)
+POSITION: dict[Any, str] = {"?": "[{}]", "*": "[{} ...]", "+": "{} ..."}
+"""How an argument by position is written that may be left out or repeated."""
 
 
 def argument_row(action: argparse.Action) -> str:
     """A row of a command's table."""
     value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
-    name = f"{action.option_strings[-1]} {value}" if action.option_strings else str(value)
+    name = f"{action.option_strings[-1]} {value}" if action.option_strings else POSITION.get(action.nargs, "{}").format(value)
     text = (action.help or "") % {"default": action.default, "prog": "groupwise"}
     return f"| `{cell(name.strip())}` | {cell(text)} |"
 
