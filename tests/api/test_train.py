@@ -426,6 +426,8 @@ def test_the_plan_is_the_runs_own_and_run_shows_it(call: Callable) -> None:
     assert outcome.after is not None
     assert plan["a step"] in said.getvalue()
     assert "runs/mine/final" in said.getvalue()
+    assert "held out" in said.getvalue()
+    assert "groupwise view runs/mine" in said.getvalue()
     assert training.run(quiet=True, console=Console(file=io.StringIO())).steps == 0, "a finished run is not trained on"
 
 

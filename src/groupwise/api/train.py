@@ -40,7 +40,7 @@ from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import make_console
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.runs.run import train as train_recipe
-from groupwise.runs.stages import train_stage
+from groupwise.runs.stages import closing_table, train_stage
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -80,7 +80,7 @@ class Training:
         return plan_of(self.recipe)
 
     def run(self, *, quiet: bool = False, console: Console | None = None) -> RunResult:
-        """Train to the end as the command does: the plan, one progress line, a closing table.  Returns what the run came to.
+        """Train to the end as the command does: the plan, one progress line, the closing tables.  Returns what the run came to.
 
         quiet: print warnings and the closing table only.   Raises what iterating raises.
         """
@@ -88,7 +88,10 @@ class Training:
         self._say_if_finished()
         folder = comm.from_first(lambda: choose_folder(self.recipe))
         with Run(self.recipe, folder, accept_changes=self.accept_changes) as run, comm.peers():
-            return train_stage(run, self.recipe.name, console or make_console(quiet=not here.first), quiet)
+            console = console or make_console(quiet=not here.first)
+            result = train_stage(run, self.recipe.name, console, quiet)
+        closing_table({self.recipe.objective: result}, self.recipe, console)
+        return result
 
     def __repr__(self) -> str:
         return f"Training({self.recipe.objective!r}, folder={str(self.folder)!r})"

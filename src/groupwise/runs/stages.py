@@ -88,7 +88,7 @@ def train_recipe(
             except GroupwiseError as error:
                 console.print(safe(f"no report: {error}", style="yellow"), soft_wrap=True)
     if outcomes and not dry_run:
-        _closing_table(outcomes, stages[list(outcomes)[-1]], console)
+        closing_table(outcomes, stages[list(outcomes)[-1]], console)
     comm.leave()
     return 0
 
@@ -163,7 +163,7 @@ def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
     return recipe
 
 
-def _closing_table(outcomes: Mapping[str, RunResult], recipe: Recipe, console: Console) -> None:
+def closing_table(outcomes: Mapping[str, RunResult], recipe: Recipe, console: Console) -> None:
     """Held-out figures before, between and after, stages that measure the same in one table, and what to type
     next.  recipe: of the last stage."""
     tables: dict[tuple[str, ...], list[tuple[str, dict[str, str]]]] = {}
