@@ -17,9 +17,8 @@ from _workload import Workload, model_folder, teacher_of
 
 from groupwise.algorithms.resolve import resolve
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
-from groupwise.data.demonstrations import Demonstration
+from groupwise.data.encoding import Demonstration, Pair
 from groupwise.data.packing import pack, unpack
-from groupwise.data.pairs import Pair
 from groupwise.data.tokenizers import load_tokenizer
 from groupwise.models.backbone import checkpointing
 from groupwise.models.fused import fused_modules

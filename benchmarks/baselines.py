@@ -33,10 +33,9 @@ from _machine import save
 
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ModelSettings, Recipe
-from groupwise.data.demonstrations import Demonstration
+from groupwise.data.encoding import Demonstration, visit
 from groupwise.data.load import TASK_ROWS, load_data
 from groupwise.data.order import Order
-from groupwise.data.prompts import visit
 from groupwise.models import saving
 from groupwise.models.loading import load_policy
 from groupwise.models.shape import Shape

@@ -24,10 +24,9 @@ from baselines import Result, run_out
 
 from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import ModelSettings, Recipe
-from groupwise.data.demonstrations import Demonstration
+from groupwise.data.encoding import Demonstration, visit
 from groupwise.data.load import load_data
 from groupwise.data.order import Order
-from groupwise.data.prompts import visit
 from groupwise.models.loading import load_policy
 from groupwise.models.shape import Shape
 from groupwise.records import Sampling

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 from encoders import encode_demonstrations, encode_pairs, encode_prompts, encode_solutions
 
-from groupwise.data.demonstrations import UNSAID
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer
+from groupwise.data.wording import UNSAID
 from groupwise.errors import DataError
 
 

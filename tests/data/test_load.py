@@ -6,8 +6,8 @@ import pytest
 from groupwise.config.live_objects import Live
 from groupwise.config.settings import DataSettings
 from groupwise.data import sources
+from groupwise.data.encoding import columns_of, visit
 from groupwise.data.load import load_data, load_demonstrations, load_pairs, load_texts
-from groupwise.data.prompts import columns_of, visit
 from groupwise.data.sources import SourceRows
 from groupwise.data.split import part_of
 from groupwise.data.tokenizers import byte_tokenizer, make_tokenizer

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from encoders import encode_pairs
 
-from groupwise.data.pairs import Pair
+from groupwise.data.encoding import Pair
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.errors import ConfigError, DataError

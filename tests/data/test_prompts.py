@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from encoders import encode_prompts
 
-from groupwise.data.prompts import prompt_limit, visit
+from groupwise.data.encoding import prompt_limit, visit
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.errors import DataError

@@ -20,7 +20,7 @@ from rule_rewards import RuleRewards
 
 from groupwise.algorithms.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
-from groupwise.data.demonstrations import Demonstration
+from groupwise.data.encoding import Demonstration
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sampling, Step

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForSequenceClassification
 
 from groupwise.config.settings import ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
-from groupwise.data.pairs import Pair
+from groupwise.data.encoding import Pair
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import make_tokenizer

@@ -12,7 +12,7 @@ import torch
 
 from groupwise import train
 from groupwise.config.recipes import parse_stages
-from groupwise.data.demonstrations import Demonstration
+from groupwise.data.encoding import Demonstration
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.training.offline import SFT, validate, whole_text

@@ -11,9 +11,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from groupwise.config.settings import DATASET, OptimizerSettings, PairSettings, RewardModelSettings
+from groupwise.data.encoding import Pair, Solution
 from groupwise.data.packing import pack
-from groupwise.data.pairs import Pair
-from groupwise.data.step_labels import Solution
 from groupwise.distributed.comm import World
 from groupwise.errors import ConfigError
 from groupwise.models import passes

@@ -20,7 +20,7 @@ from groupwise.algorithms import advantages
 from groupwise.algorithms.resolve import resolve
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
-from groupwise.data.demonstrations import Demonstration
+from groupwise.data.encoding import Demonstration
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention

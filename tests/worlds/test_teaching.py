@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from groupwise.config.settings import OptimizerSettings
-from groupwise.data.demonstrations import Demonstration
+from groupwise.data.encoding import Demonstration
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.rollout.native.engine import NativeEngine

@@ -21,8 +21,8 @@ from rich.text import Text
 from groupwise.api.loaded_policy import model_folder, settings_of
 from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import VERDICTS, Recipe, is_online, positions_of
+from groupwise.data.encoding import visit
 from groupwise.data.order import Order
-from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
 from groupwise.data.turns import Turns
 from groupwise.environments.procedural import rows_of

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from groupwise.data.encoding import visit
 from groupwise.data.order import Order
-from groupwise.data.prompts import visit
 from groupwise.records import Prompt, Scored
 
 

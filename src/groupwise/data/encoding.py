@@ -6,25 +6,29 @@ leaves out.  What a kind of record is made from, and how, a `RecordKind` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
 from groupwise.data.messages import is_blank, unwritten
+from groupwise.data.preference_formats import as_pairs
 from groupwise.data.rendering import Refusal, unmentioned
 from groupwise.data.report import Report, Tally
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import EncodedAnswer, Question, Template
-from groupwise.data.wording import ReadRow, Wording
+from groupwise.data.wording import ReadRow, Wording, read_demonstration, read_pair, read_solution
 from groupwise.errors import DataError
+from groupwise.records import Prompt
 from groupwise.utils.terminal import escaped
 
 Item = TypeVar("Item")
 TooLong = Literal["drop", "truncate_left", "error"]
-Answered = Sequence[Sequence["EncodedAnswer | Refusal"]]
 
+STEP_END = "\n"
+"""Between the steps of a solution: it reads as the policy writes it, one step a line, and `segment_steps` finds the same ends."""
 SILENT = "of which the chat template writes nothing"
 UNKNOWN = "with characters unknown to the tokenizer"
 UNWRITTEN = "with a message that the chat template does not write"
@@ -33,12 +37,72 @@ UNREAD_VARIABLES = "with chat_template_kwargs that the chat template does not me
 CONTROL = "with control tokens in their messages"
 
 
-def whole_answers(template: Template, examples: Sequence[tuple[ReadRow, Question]], eos_ids: Sequence[int]) -> Answered:
-    """The answers of each example behind its question; no answers of a prompt."""
-    questions = [question for _, question in examples]
-    sides = zip(*(example.answers for example, _ in examples), strict=True)
-    completions = [template.try_complete(questions, answers, eos_ids) for answers in sides]
-    return list(zip(*completions, strict=True)) if completions else [()] * len(examples)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Demonstration:
+    """A prompt and a completion that ends with an EOS id.
+
+    >>> Demonstration(id="7", prompt=np.array([5, 9]), completion=np.array([4, 1])).completion.tolist()
+    [4, 1]
+    """
+
+    id: str
+    prompt: np.ndarray
+    """int64 (m,), m >= 1."""
+    completion: np.ndarray
+    """int64 (n,), n >= 1; EOS last."""
+
+    def __post_init__(self) -> None:
+        assert self.prompt.dtype == self.completion.dtype == np.int64
+        assert self.prompt.size >= 1, f"demonstration {self.id}: no prompt"
+        assert self.completion.size >= 1, f"demonstration {self.id}: no completion"
+
+    def __len__(self) -> int:
+        return self.prompt.size + self.completion.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pair:
+    """Two completions of one prompt, of which the first is preferred.  Both end with an EOS id, and they differ."""
+
+    id: str
+    prompt: np.ndarray
+    """int64 (m,), m >= 1."""
+    chosen: np.ndarray
+    """int64 (n,), EOS last."""
+    rejected: np.ndarray
+    """int64 (n',), EOS last."""
+    margin: float = 0.0
+    """By how much the score of the chosen completion should exceed the other's; from the column `margin`, if the data have it."""
+
+    def __post_init__(self) -> None:
+        assert self.prompt.dtype == self.chosen.dtype == self.rejected.dtype == np.int64
+        assert self.prompt.size >= 1, f"pair {self.id}: no prompt"
+        assert not np.array_equal(self.chosen, self.rejected), f"pair {self.id}: chosen and rejected are the same"
+
+    def __len__(self) -> int:
+        return self.prompt.size + self.chosen.size + self.rejected.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Solution:
+    """A completion of a prompt with the label of each of its steps.  It ends with an EOS id, which belongs to the last step."""
+
+    id: str
+    prompt: np.ndarray
+    """int64 (m,), m >= 1."""
+    completion: np.ndarray
+    """int64 (n,), EOS last."""
+    ends: np.ndarray
+    """int64, index of each step's last token, rising; the last is n - 1."""
+    labels: np.ndarray
+    """float64, 0 .. 1: probability that the step is right."""
+
+    def __post_init__(self) -> None:
+        assert self.prompt.size >= 1 and self.ends.shape == self.labels.shape and self.ends.size >= 1
+        assert self.ends[-1] == self.completion.size - 1 and bool((np.diff(self.ends) > 0).all())
+
+    def __len__(self) -> int:
+        return self.prompt.size + self.completion.size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +114,46 @@ class RecordKind(Generic[Item]):
     read: Callable[[SourceRows, Wording], SourceRows[ReadRow]]
     """Rows, read; those that are not of this kind are left out."""
     make: Callable[..., Item]
-    """(id, example, question, ids of the prompt, *completions) -> the record."""
-    answers: Callable[[Template, Sequence[tuple[ReadRow, Question]], Sequence[int]], Answered] = whole_answers
-    """(template, examples with their questions, EOS ids) -> the completions of each."""
+    """(id, question, *completions) -> the record."""
+
+
+def read_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
+    """The pairs of a source in any published form (`preference_formats`): each with its chosen and its rejected answer."""
+    return as_pairs(rows, wording).mapped(partial(read_pair, wording=wording))
+
+
+PROMPTS = RecordKind(
+    name="prompt",
+    read=lambda rows, wording: rows.mapped(wording.read),
+    make=lambda id, question: Prompt(
+        id=id,
+        tokens=question.tokens,
+        text=question.text,
+        row=question.example.row,
+        messages=None if question.plain else tuple(question.content),
+        wrapped=question.example.wrapped,
+        cut=question.cut,
+    ),
+)
+DEMONSTRATIONS = RecordKind(
+    name="demonstration",
+    read=lambda rows, wording: rows.mapped(partial(read_demonstration, wording=wording)),
+    make=lambda id, question, answer: Demonstration(id=id, prompt=question.tokens, completion=answer.tokens),
+)
+PAIRS = RecordKind(
+    name="pair",
+    read=read_pairs,
+    make=lambda id, question, chosen, rejected: Pair(
+        id=id, prompt=question.tokens, chosen=chosen.tokens, rejected=rejected.tokens, margin=question.example.extra
+    ),
+)
+SOLUTIONS = RecordKind(
+    name="solution",
+    read=lambda rows, wording: rows.mapped(partial(read_solution, wording=wording)),
+    make=lambda id, question, solved: Solution(
+        id=id, prompt=question.tokens, completion=solved.tokens, ends=solved.ends, labels=question.example.extra
+    ),
+)
 
 
 def encode(
@@ -73,26 +174,33 @@ def encode(
     template's `control_tokens`.
     """
     tally = Tally.of(rows)
-    places = ask(rows, template, tally)
-    answered = kind.answers(template, [(rows[i], question) for i, question in places], eos_ids)
+    numbers, questions = _asked(rows, template, tally)
     items, lengths = [], []
-    for (i, question), answers in zip(places, answered, strict=True):
-        example: ReadRow = rows[i]
-        completions = [one for one in answers if not isinstance(one, Refusal)]
-        reason, first = _wrong(answers, completions) if answers else ("", None)
-        if reason:
-            tally.drop(reason, first=first)
+    for number, question, answers in zip(numbers, questions, _answered(questions, template, eos_ids), strict=True):
+        refused = [one for one in answers if isinstance(one, Refusal)]
+        if refused:
+            tally.drop(refused[0].reason, first=str(refused[0]))
             continue
-        tokens = _fitted(question, completions, limit, too_long, tally, template.bos_id)
-        if tokens is None:
+        completions = [one for one in answers if isinstance(one, EncodedAnswer)]
+        if len(answers) == 2 and np.array_equal(completions[0].tokens, completions[1].tokens):
+            tally.drop("with chosen = rejected")
             continue
-        if answers and not all(one.stable for one in completions):
+        if any(one.unknown for one in completions):
+            tally.drop(UNKNOWN)
+            continue
+        sizes = [one.tokens.size for one in completions]
+        if (size := question.tokens.size + max(sizes, default=0)) > limit:
+            cut = _cut(question, size, limit, too_long, tally, template)
+            if cut is None:
+                continue
+            question = cut
+        if any(not one.stable for one in completions):
             tally.note("with a completion encoded apart from its prompt")
-        for note in example.notes:
+        for note in question.example.notes:
             tally.note(note, first=question.where)
-        tally.keep(template.key(example.content))
-        lengths.append(tokens.size + sum(one.tokens.size for one in completions))
-        items.append(kind.make(str(i), example, question, tokens, *completions))
+        tally.keep(template.key(question.content))
+        lengths.append(question.tokens.size + sum(sizes))
+        items.append(kind.make(str(number), question, *answers))
     report = tally.report(lengths)
     if not items:
         long = any(reason.startswith("longer") for reason in report.dropped)
@@ -101,30 +209,30 @@ def encode(
     return items, report
 
 
-def _wrong(answers: Sequence[EncodedAnswer | Refusal], completions: Sequence[EncodedAnswer]) -> tuple[str, str | None]:
-    """Why a row with these completions is left out, and what is wrong with it; no reason if it stays."""
-    refusal = next((one for one in answers if isinstance(one, Refusal)), None)
-    if refusal is not None:
-        return refusal.reason, str(refusal)
-    if len(completions) == 2 and np.array_equal(completions[0].tokens, completions[1].tokens):
-        return "with chosen = rejected", None
-    return UNKNOWN if any(one.unknown for one in completions) else "", None
+def _answered(
+    questions: Sequence[Question], template: Template, eos_ids: Sequence[int]
+) -> Iterable[Sequence[EncodedAnswer | Refusal]]:
+    """The answers of each question; none of a prompt."""
+    if questions and questions[0].example.steps:
+        return [(template.in_steps(question, question.example.steps, STEP_END, eos_ids),) for question in questions]
+    sides = zip(*(question.example.answers for question in questions), strict=True)
+    completed = [template.try_complete(questions, answers, eos_ids) for answers in sides]
+    return zip(*completed, strict=True) if completed else [()] * len(questions)
 
 
-def ask(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> list[tuple[int, Question]]:
-    """(place, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`."""
-    places = []
-    for i, example in enumerate(rows):
+def _asked(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> tuple[list[int], list[Question]]:
+    """Number and question of the rows that ask something the tokenizer can write; the others are counted in `tally`."""
+    filled: list[tuple[int, ReadRow]] = []
+    for number, example in enumerate(rows):
         if is_blank(example.content):
             tally.drop("empty")
-        elif example.answers and any(map(is_blank, example.answers)):
+        elif any(map(is_blank, example.answers)):
             tally.drop("with an empty completion")
         else:
-            places.append(i)
-    examples = [rows[i] for i in places]
-    contents, wheres = [example.content for example in examples], [rows.where(i) for i in places]
-    asking: list[tuple[int, Question]] = []
-    for i, question in zip(places, template.try_ask(contents, wheres, [example.row for example in examples]), strict=True):
+            filled.append((number, example))
+    numbers: list[int] = []
+    questions: list[Question] = []
+    for (number, _), question in zip(filled, template.try_ask([example for _, example in filled]), strict=True):
         if isinstance(question, Refusal):
             tally.drop(question.reason, first=f"{question}; change the messages, or set model.chat_template")
         elif not question.tokens.size:
@@ -134,10 +242,12 @@ def ask(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> list[tup
         elif question.control and template.control_tokens == "drop":
             tally.drop(CONTROL, first=question.where)
         else:
-            asking.append((i, question))
-    questions = [question for _, question in asking]
+            numbers.append(number)
+            questions.append(question)
     _tell_control([question for question in questions if question.control], template, tally)
-    lost = [one for one in questions if not isinstance(one.content, str) and unwritten(one.content, one.text)]
+    lost = [
+        question for question in questions if not isinstance(question.content, str) and unwritten(question.content, question.text)
+    ]
     messages = [message for question in lost[:1] for message in question.content if isinstance(message, dict)]
     roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
     what = f"the chat template does not write what one of its messages says (roles: {escaped(roles)})"
@@ -156,7 +266,7 @@ def ask(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> list[tup
         without = [question for question, lacks in zip(questions, unshown, strict=True) if what in lacks]
         missing = f"its prompt does not show a {what}, and the policy does not see it; set model.chat_template to one that shows it"
         _tell(without, f"with a {what} that the chat template does not write", missing, tally)
-    return asking
+    return numbers, questions
 
 
 def _tell(questions: Sequence[Question], remark: str, what: str, tally: Tally) -> None:
@@ -192,24 +302,55 @@ def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:
     return ids[ids.size - room :]
 
 
-def _fitted(
-    question: Question, completions: Sequence[EncodedAnswer], limit: int, too_long: TooLong, tally: Tally, bos_id: int | None
-) -> np.ndarray | None:
-    """The prompt's ids if they fit beside the longest of its completions, cut where the recipe says so; None: it is dropped.
+def _cut(question: Question, size: int, limit: int, too_long: TooLong, tally: Tally, template: Template) -> Question | None:
+    """What remains of a prompt that is too long beside its completion; None: the row is dropped.   size: tokens of both.
 
     Raises DataError if `too_long` is `error`.
     """
-    completion = max(one.tokens.size for one in completions) if completions else 0
-    total, room = question.tokens.size + completion, limit - completion
-    if total <= limit:
-        return question.tokens
+    completion = size - question.tokens.size
     length = f"the context of {limit} tokens" if completion else f"{limit} tokens"
     if too_long == "error":
-        both = f"prompt and completion have {total} tokens and the model's context is {limit}"
-        what = both if completion else f"the prompt has {total} tokens and the limit is {limit}"
+        both = f"prompt and completion have {size} tokens and the model's context is {limit}"
+        what = both if completion else f"the prompt has {size} tokens and the limit is {limit}"
         raise DataError(f"{question.where}: {what}; set data.too_long to drop or truncate_left")
-    if too_long == "drop" or room < 1:
+    if too_long == "drop" or limit - completion < 1:
         tally.drop(f"longer than {length}")
         return None
     tally.note(f"truncated to {length}")
-    return cut_left(question.tokens, room, bos_id)
+    tokens = cut_left(question.tokens, limit - completion, template.bos_id)
+    text = str(template.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+    return replace(question, tokens=tokens, text=text, cut=question.tokens.size - tokens.size)
+
+
+def prompt_limit(context: int, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
+    """Longest prompt in tokens: what the context leaves beside the completion, or the smaller one that was asked for.
+
+    Raises DataError, with both numbers, if prompt and completion cannot fit into the context.
+    """
+    room = context - max_new_tokens
+    if room <= 0:
+        raise DataError(
+            f"max_new_tokens is {max_new_tokens} and the model's context is {context} tokens: no room is left for a prompt; "
+            f"lower it below {context}"
+        )
+    if max_prompt_tokens is not None and max_prompt_tokens > room:
+        raise DataError(
+            f"max_prompt_tokens ({max_prompt_tokens}) + max_new_tokens ({max_new_tokens}) exceed the model's context of {context} "
+            f"tokens: lower one of them, or leave max_prompt_tokens out (it is then {room})"
+        )
+    return room if max_prompt_tokens is None else max_prompt_tokens
+
+
+def visit(prompt: Prompt, epoch: int | str) -> Prompt:
+    """The prompt as drawn in one epoch: its id is `epoch/row`, so that each visit of a row is a group of its own."""
+    return replace(prompt, id=f"{epoch}/{prompt.id}")
+
+
+def columns_of(prompts: Iterable[Prompt]) -> list[str]:
+    """The columns of all rows: rows of several tasks have different ones.
+
+    >>> prompt = Prompt(id="0", tokens=np.array([5]), text="?")
+    >>> columns_of([replace(prompt, row={"answer": "4"}), replace(prompt, row={"answer": "5", "tests": "..."})])
+    ['answer', 'tests']
+    """
+    return list(dict.fromkeys(column for prompt in prompts for column in prompt.row))

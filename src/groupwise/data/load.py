@@ -6,22 +6,31 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Generic
 
 from groupwise.config.settings import DataSettings
-from groupwise.data.demonstrations import ANSWERED_IN, DEMONSTRATIONS, Demonstration, read_demonstration
-from groupwise.data.encoding import Item, RecordKind, encode
-from groupwise.data.pairs import PAIRS, Pair, read_pairs
-from groupwise.data.prompts import prompt_kind, prompt_limit, visit
+from groupwise.data.encoding import (
+    DEMONSTRATIONS,
+    PAIRS,
+    PROMPTS,
+    SOLUTIONS,
+    Demonstration,
+    Item,
+    Pair,
+    RecordKind,
+    Solution,
+    encode,
+    prompt_limit,
+    read_pairs,
+    visit,
+)
 from groupwise.data.report import Report
-from groupwise.data.sources import Row, SourceRows, first_of, kind_of, none_left, read_rows
+from groupwise.data.sources import SourceRows, kind_of, none_left, read_rows
 from groupwise.data.split import part_of
-from groupwise.data.step_labels import SOLUTIONS, Solution
 from groupwise.data.tasks import make_task
 from groupwise.data.tasks.base import Paired
 from groupwise.data.templates import Template, Tools
-from groupwise.data.wording import ReadRow, Wording
+from groupwise.data.wording import ReadRow, Wording, read_answered_or_not
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
 from groupwise.utils.imports import demand_attributes, own_code
@@ -83,7 +92,7 @@ def load_data(
     template = Template.build(settings, tokenizer, tools)
     if not train and settings.task is not None:
         settings = replace(settings, limit=1)  # what a task holds out does not depend on how much else it generates
-    data = _load(settings, template, prompt_kind(template), seed, limit=limit, train=train)
+    data = _load(settings, template, PROMPTS, seed, limit=limit, train=train)
     held_out, validation = (tuple(visit(prompt, "eval") for prompt in part) for part in (data.held_out, data.validation))
     return replace(data, held_out=held_out, validation=validation)
 
@@ -130,7 +139,7 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
     if settings.parts:
         wording = Wording.of(settings)
         pairs = {"chosen", "rejected"} <= set(rows[0])
-        examples = read_pairs(rows, wording) if pairs else rows.mapped(partial(_read_any, wording=wording))
+        examples = read_pairs(rows, wording) if pairs else rows.mapped(lambda row, where: read_answered_or_not(row, where, wording))
         rows = [example.row for example in _split(examples, wording, settings.parts)["train"]]
     for row in rows:
         for value in row.values():
@@ -261,11 +270,6 @@ def _without(rows: SourceRows[ReadRow], held_out: SourceRows[ReadRow], wording: 
     hidden = {wording.key(example.content) for example in held_out}
     left = rows.subset([i for i, example in enumerate(rows) if wording.key(example.content) not in hidden])
     return replace(left, left_out=rows.left_out), len(rows) - len(left)
-
-
-def _read_any(row: Row, where: str, *, wording: Wording) -> ReadRow:
-    """A row as a demonstration; one without an answer as a prompt."""
-    return wording.read(row, where) if first_of(row, ANSWERED_IN) is None else read_demonstration(row, where, wording=wording)
 
 
 def _texts_in(value: object) -> Iterator[str]:

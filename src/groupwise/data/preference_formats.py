@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from groupwise.data.demonstrations import SEVERAL, checked_turns
 from groupwise.data.messages import CONTRADICTS, Messages, before_the_answer, is_blank, joined, openings
 from groupwise.data.sources import BadRow, LeftOut, Row, SourceRows, missing_column
-from groupwise.data.wording import Wording
+from groupwise.data.wording import SEVERAL, Wording, checked_turns
 from groupwise.errors import DataError
 
 Pairs = Iterable[tuple[int, Row | LeftOut]]

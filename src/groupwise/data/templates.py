@@ -33,7 +33,7 @@ from groupwise.data.messages import (
 )
 from groupwise.data.rendering import Chat, Refusal, render_chats, shown_template, unmentioned
 from groupwise.data.sources import Row
-from groupwise.data.wording import Wording
+from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import ConfigError, DataError
 from groupwise.utils.spelling import nearest
 
@@ -91,33 +91,34 @@ class Template(Wording):
         A last message of the assistant is continued, not closed.
         Raises DataError if the tokenizer has no chat template, or its template refuses the messages.
         """
-        _, tools, variables, _ = self._brought(content, {})
-        return _accepted(self._rendered([_prompt_chat(content, where, tools, variables)])[0])
+        return _accepted(self._rendered([_prompt_chat(content, where, None, self.variables)])[0])
 
     def ask(self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Row] | None = None) -> list[Question]:
         """Texts and ids of contents; `wheres` names their rows in messages, `rows` says which tools they show.
 
         Raises DataError as `text`.
         """
-        return [_accepted(question) for question in self.try_ask(contents, wheres, rows)]
-
-    def try_ask(
-        self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Row] | None = None
-    ) -> list[Question | Refusal]:
-        """`ask`, but messages that the chat template refuses give a `Refusal` instead of an error."""
         rows = rows or [{}] * len(contents)
-        brought = [self._brought(content, row) for content, row in zip(contents, rows, strict=True)]
-        shown = [self.marked(content) if one[0] else content for content, one in zip(contents, brought, strict=True)]
-        chats = [_prompt_chat(content, where, *one[1:3]) for content, where, one in zip(shown, wheres, brought, strict=True)]
+        examples = [
+            ReadRow(row, where, content, variables=variables_in(row, "row"))
+            for content, where, row in zip(contents, wheres, rows, strict=True)
+        ]
+        return [_accepted(question) for question in self.try_ask(examples)]
+
+    def try_ask(self, examples: Sequence[ReadRow]) -> list[Question | Refusal]:
+        """`ask` of rows that have been read; messages that the chat template refuses give a `Refusal` instead of an error."""
+        brought = [self._brought(example) for example in examples]
+        chats = [
+            _prompt_chat(self.marked(example.content) if control else example.content, example.where, tools, variables)
+            for example, (control, tools, variables, _) in zip(examples, brought, strict=True)
+        ]
         texts = self._rendered(chats)
-        encoded = self._ids(texts, [isinstance(content, str) for content in contents])
+        encoded = self._ids(texts, [isinstance(example.content, str) for example in examples])
         return [
             text
             if isinstance(text, Refusal)
-            else Question(
-                where, content, unmarked(text), np.asarray(ids, dtype=np.int64), *one, unknown=self._unknown_in(text, ids)
-            )
-            for where, content, text, ids, one in zip(wheres, contents, texts, encoded, brought, strict=True)
+            else Question(example, unmarked(text), np.array(ids, np.int64), *one, unknown=self._unknown_in(text, ids))
+            for example, text, ids, one in zip(examples, texts, encoded, brought, strict=True)
         ]
 
     def encode(self, texts: Sequence[str], *, plain: Sequence[bool]) -> list[np.ndarray]:
@@ -125,7 +126,7 @@ class Template(Wording):
 
         What a tokenizer puts *behind* a string (EOS) is never added: the policy continues there.
         """
-        return [np.asarray(ids, dtype=np.int64) for ids in self._ids(texts, plain)]
+        return [np.array(ids, np.int64) for ids in self._ids(texts, plain)]
 
     def _ids(self, texts: Sequence[str | Refusal], plain: Sequence[bool]) -> list[list[int]]:
         """`encode` as lists; of a refusal no ids."""
@@ -223,7 +224,7 @@ class Template(Wording):
         parts = self._ids(texts, [False] * len(texts))
         ends = np.cumsum([len(part) for part in parts]) - 1
         ends[-1] += 1  # EOS
-        ids = np.asarray([*(token for part in parts for token in part), eos_ids[0]], dtype=np.int64)
+        ids = np.array([*(token for part in parts for token in part), eos_ids[0]], np.int64)
         unknown = any(map(self._unknown_in, texts, parts))
         return EncodedAnswer(ids, "".join(texts), stable=True, unknown=unknown, ends=ends)
 
@@ -249,18 +250,8 @@ class Template(Wording):
         for i, (question, answer, rendered) in enumerate(zip(questions, turns, whole, strict=True)):
             if isinstance(rendered, Refusal) or _is_text(answer):
                 continue
-            if not unmarked(rendered).startswith(question.text):
-                why = "it writes the prompt otherwise once it is answered"
-                texts[i] = Refusal(question.where, why, "whose prompt the chat template writes otherwise once it is answered")
-                continue
-            behind = _squeezed(unmarked(rendered)[len(question.text) :])
-            if any(_squeezed(str(message["content"])) not in behind for message in answer if message["role"] == "assistant"):
-                why = "it does not write the content of an answer beside the rest"
-                texts[i] = Refusal(question.where, why, "whose content the chat template does not write")
-                continue
-            if names_missing(calls_of(answer), unmarked(rendered)[len(question.text) :]):
-                why = "it does not write every call of an answer"
-                texts[i] = Refusal(question.where, why, "whose tool_calls the chat template does not write")
+            if refusal := _lost(question, answer, unmarked(rendered)):
+                texts[i] = refusal
                 continue
             for place, message in enumerate(answer):
                 for key in beside(message):
@@ -280,13 +271,14 @@ class Template(Wording):
         question = self.ask([self.content(row, where)], [where], [row])[0]
         return self.complete([question], [answer], ())[0].stable
 
-    def _brought(self, content: Content, row: Row) -> tuple[tuple[str, ...], Schemas | None, Mapping[str, Any], bool]:
+    def _brought(self, example: ReadRow) -> tuple[tuple[str, ...], Schemas | None, Mapping[str, Any], bool]:
         """What a row brings into its prompt: control tokens, tools, variables, and whether its tools cannot be read.
 
         Control tokens are those whose text stands in messages, tools and variables, once each.  Plain strings and the assistant's
         messages are not searched: both may hold the model's own format on purpose.
         """
-        tools, variables = tools_in(row) if self.tools is None else self.tools(row) or (), variables_in(row, "row")
+        content, variables = example.content, example.variables
+        tools = tools_in(example.row) if self.tools is None else self.tools(example.row) or ()
         control: tuple[str, ...] = ()
         if not isinstance(content, str):
             foreign = self._foreign(content)
@@ -295,14 +287,19 @@ class Template(Wording):
             else:
                 texts = [str(message["content"]) for message in foreign]
             control = tuple(dict.fromkeys(token for text in texts for token in self.typed_pattern.findall(text)))
-        if self.control_tokens == "plain":
-            variables, tools = self.shielded(variables), self.shielded(tools) if self.tools is None else tools
-        return control, tools or None, {**self.variables, **variables}, tools is None
+        if tools and self.tools is None and self.control_tokens == "plain":
+            tools = self.shielded(tools)
+        return control, tools or None, self._with_own(variables), tools is None
+
+    def _with_own(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Further variables of the chat template: of all conversations, and those of a row."""
+        if not variables:
+            return self.variables
+        return {**self.variables, **(self.shielded(variables) if self.control_tokens == "plain" else variables)}
 
     def variables_of(self, row: Row) -> Mapping[str, Any]:
         """Further variables of the chat template: of all conversations, and from the column `chat_template_kwargs` of a row."""
-        variables = variables_in(row, "row")
-        return {**self.variables, **(self.shielded(variables) if variables and self.control_tokens == "plain" else variables)}
+        return self._with_own(variables_in(row, "row"))
 
     def unread_tools(self, row: Row) -> bool:
         """True if the prompt of a row should show the tools in its column, and they cannot be read."""
@@ -488,9 +485,8 @@ class Template(Wording):
 class Question:
     """A prompt on its way from a row to a record."""
 
-    where: str
-    """Its row, for messages."""
-    content: Content
+    example: ReadRow
+    """Its row, as it was read."""
     text: str
     tokens: np.ndarray
     """int64 (m,)."""
@@ -504,6 +500,18 @@ class Question:
     """True if its row holds tools that cannot be read, and that it should show."""
     unknown: bool = False
     """True if it holds a character that the tokenizer cannot write."""
+    cut: int = 0
+    """Tokens that were cut from its beginning."""
+
+    @property
+    def where(self) -> str:
+        """Its row, for messages."""
+        return self.example.where
+
+    @property
+    def content(self) -> Content:
+        """What it asks."""
+        return self.example.content
 
     @property
     def plain(self) -> bool:
@@ -594,6 +602,21 @@ def before_end(text: str, marks: tuple[str, ...]) -> str:
     while (bare := text.rstrip()).endswith(marks):
         text = next(bare.removesuffix(mark) for mark in marks if bare.endswith(mark))
     return text
+
+
+def _lost(question: Question, answer: Messages, text: str) -> Refusal | None:
+    """The reason for which a rendering is not the prompt as it was asked with the texts and calls of its answer behind it."""
+    if not text.startswith(question.text):
+        why = "it writes the prompt otherwise once it is answered"
+        return Refusal(question.where, why, "whose prompt the chat template writes otherwise once it is answered")
+    behind = text[len(question.text) :]
+    if any(_squeezed(str(message["content"])) not in _squeezed(behind) for message in answer if message["role"] == "assistant"):
+        why = "it does not write the content of an answer beside the rest"
+        return Refusal(question.where, why, "whose content the chat template does not write")
+    if names_missing(calls_of(answer), behind):
+        why = "it does not write every call of an answer"
+        return Refusal(question.where, why, "whose tool_calls the chat template does not write")
+    return None
 
 
 def _squeezed(text: str) -> str:

@@ -1,20 +1,40 @@
-"""From a row to what it asks: a string or chat messages, before any tokenizer.  A row is read here, once."""
+"""From a row to what it asks and answers, before any tokenizer.  A row is read here, once, by the reader of its kind of record."""
 
 from __future__ import annotations
 
 import json
 import re
 import string
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from groupwise.config.settings import DataSettings
-from groupwise.data.messages import OPENING, Content, Messages, asks, before_the_answer, checked, says_nothing, variables_in
+from groupwise.data.messages import (
+    OPENING,
+    Content,
+    Messages,
+    asks,
+    before_the_answer,
+    checked,
+    joined,
+    openings,
+    says_nothing,
+    variables_in,
+)
 from groupwise.data.sources import BadRow, Row, first_of, missing_column
 from groupwise.errors import ConfigError, DataError
 
+ANSWERED_IN = ("completion", "messages", "output")
+"""Columns in which an answer may stand."""
 NOTHING = "with nothing in a column that data.template reads"
+SEVERAL = "with several turns beside data.template"
+WEIGHT = "whose answer has another weight than 1"
+UNTRAINED = "with an earlier turn of weight 1, which is not trained"
+EARLIER = "with earlier turns of the completion in the prompt"
+UNSAID = "whose system message data.template does not write"
 BRACES = "write columns in {braces}; a literal brace is doubled"
 ALPACA = """Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the request.
 
@@ -30,15 +50,21 @@ class ReadRow:
     """A row that has been read: what it asks and what it answers.  Nothing looks into its columns for these again."""
 
     row: Row
+    where: str
+    """Names the row in messages."""
     content: Content
     answers: tuple[Content, ...] = ()
     """Of a demonstration the completion; of a pair the chosen and the rejected one; none of a prompt."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template, as the row sets them."""
     wrapped: bool = False
     """True if the row asks in one text, of which `chat` made a message."""
+    steps: Sequence[str] = ()
+    """Of a solution."""
     notes: tuple[str, ...] = ()
     """Remarks about the row, for the report."""
     extra: Any = None
-    """What its kind alone has: a pair its margin, a solution its steps with their labels."""
+    """What its kind alone has: a pair its margin, a solution the labels of its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +96,10 @@ class Wording:
 
     def read(self, row: Row, where: str = "row") -> ReadRow:
         """`row` as a prompt.  Raises DataError as `content`."""
+        variables = variables_in(row, where)
         bare = self._asked(row, where)
         content = self.opened(self._in_chat(bare))
-        return ReadRow(row, content, wrapped=isinstance(bare, str) and not isinstance(content, str))
+        return ReadRow(row, where, content, variables=variables, wrapped=self.chat and isinstance(bare, str))
 
     def own_content(self, row: Row, where: str = "row") -> Content:
         """`content` without the system message of the settings."""
@@ -121,7 +148,6 @@ class Wording:
 
     def _asked(self, row: Row, where: str) -> Content:
         """`own_content` before `chat` makes a message of a text."""
-        variables_in(row, where)  # refuses those that cannot be used
         if self.format == "alpaca":
             return _alpaca(row, where)
         if self.format is not None:
@@ -138,6 +164,111 @@ class Wording:
             raise ConfigError(f"{where} has instruction/input columns: set data.template: alpaca, or data.chat: true")
         instruction, context = _string(row, "instruction", where), _string(row, "input", where, default="")
         return f"{instruction}\n\n{context}" if context.strip() and instruction.strip() else instruction
+
+
+def checked_turns(value: object, column: str, where: str) -> Content:
+    """`value` if it ends with an answer: a string, or messages of which the last is the assistant's.
+
+    Raises DataError otherwise.
+    """
+    if not isinstance(value, str | list) or (isinstance(value, list) and not all(isinstance(turn, Mapping) for turn in value)):
+        raise DataError(f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string or messages")
+    turns = checked(value, column, where)
+    if isinstance(value, list) and (isinstance(turns, str) or turns[-1]["role"] != "assistant"):
+        raise DataError(f"{where}: {column} must end with a message of the assistant")
+    weight = None if isinstance(turns, str) else turns[-1].get("weight")
+    if weight not in (None, 1):
+        what = f"the last message of {column} has weight {weight!r:.40}"
+        raise BadRow(WEIGHT, f"{where}: {what}: the last turn is what is trained, with weight 1 or none")
+    return turns
+
+
+def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
+    """What a row asks, and the answer to imitate: a string, or a message of the assistant.
+
+    The answer stands in `completion`, in `messages` whose last turn is the assistant's, or in Alpaca's `output`.  Turns before the
+    last one are part of the prompt; where `wording.format` writes it as messages, those of the system stand before it.
+    Raises DataError if the row has no answer, or asks nothing readable.
+    """
+    column = first_of(row, ANSWERED_IN)
+    if column is None:
+        raise DataError(missing_column("completion", row, where))
+    variables = variables_in(row, where)
+    answer = checked_turns(row[column], column, where)
+    notes: tuple[str, ...] = ()
+    if isinstance(answer, str):
+        prompt = wording.own_content(row, where)
+    else:
+        before = before_the_answer(answer, column, where)
+        answer = answer[-1:]
+        if column == "messages" == wording.column_of(row):
+            prompt = before
+        else:
+            prompt = _behind_turns(wording, row, before, answer, column, where)
+            if isinstance(prompt, str) and openings(before):
+                notes = (UNSAID,)
+            elif before and column == "completion":
+                notes = (EARLIER,)
+    content = wording.opened(prompt)
+    if not isinstance(content, str) and any(turn["role"] == "assistant" and turn.get("weight") == 1 for turn in content):
+        notes += (UNTRAINED,)
+    return ReadRow(row, where, content, (answer,), variables, notes=notes)
+
+
+def _behind_turns(wording: Wording, row: Row, before: Messages, answer: Messages, column: str, where: str) -> Content:
+    """The prompt of a row whose answer stands behind turns that may repeat the prompt or go on from it."""
+    prompt = wording.own_content(row, where)
+    if wording.format is not None and len(before) - len(openings(before)) <= (column == "messages"):
+        return prompt if isinstance(prompt, str) else [*openings(before), *prompt]
+    if before and isinstance(prompt, str):
+        if wording.format is not None:
+            raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and {column} holds several turns")
+        prompt = [{"role": "user", "content": prompt}] if prompt.strip() else []
+    return joined(prompt, before, column, where, str(answer[-1]["content"])) if before and not isinstance(prompt, str) else prompt
+
+
+def read_answered_or_not(row: Row, where: str, wording: Wording) -> ReadRow:
+    """A row as a demonstration; one without an answer as a prompt."""
+    return wording.read(row, where) if first_of(row, ANSWERED_IN) is None else read_demonstration(row, where, wording)
+
+
+def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:
+    """A pair with a prompt, `chosen` and `rejected`, and perhaps the `margin` by which the scores of both should differ.
+
+    Where `wording.format` writes the prompt as messages, those of the system stand before it.
+    """
+    system = openings(row["chosen"][:-1]) if isinstance(row["chosen"], list) else []
+    prompt = wording.own_content(row, where)
+    content = wording.opened(prompt if isinstance(prompt, str) else [*system, *prompt])
+    sides = [checked_turns(row[side], side, where) for side in ("chosen", "rejected")]
+    answers = tuple(side if isinstance(side, str) else side[-1:] for side in sides)
+    margin = row.get("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < 1e300):
+        raise DataError(f"{where}: margin is {margin!r:.40}: expected a number")
+    notes = (UNSAID,) if system and isinstance(content, str) else ()
+    return ReadRow(row, where, content, answers, variables_in(row, where), notes=notes, extra=float(margin or 0.0))
+
+
+def read_solution(row: Row, where: str, wording: Wording) -> ReadRow:
+    """A prompt with `completions` (the steps, strings) and `labels` (true or false, or a probability, for each).
+
+    Raises DataError, also for a row without steps or with an empty one.
+    """
+    prompt = wording.read(row, where)
+    for column in ("completions", "labels"):
+        if column not in row:
+            raise DataError(missing_column(column, row, where))
+    steps, labels = row["completions"], row["labels"]
+    if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
+        raise DataError(f"{where}: completions must be a list of strings, one per step, got {steps!r:.80}")
+    if not isinstance(labels, list) or len(labels) != len(steps):
+        count = len(labels) if isinstance(labels, list) else repr(labels)
+        raise DataError(f"{where}: there are {len(steps)} completions and {count} labels; each step has one")
+    if not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):
+        raise DataError(f"{where}: labels are true or false, or probabilities, got {labels!r:.80}")
+    if not steps or not all(step.strip() for step in steps):
+        raise BadRow("with no step or an empty one", f"{where}: completions holds no step, or an empty one")
+    return replace(prompt, steps=steps, extra=np.array(labels, dtype=np.float64))
 
 
 def _string(row: Row, column: str, where: str, default: str | None = None) -> str:
@@ -183,11 +314,11 @@ def _fields(template: str) -> Iterator[str]:
     >>> list(_fields("{q:{width}} {info[hint]} {{x}}"))
     ['q', 'width', 'info[hint]']
     """
-    for _, field, spec, _ in string.Formatter().parse(template):
-        if field is not None:
-            if not _column(field) or _column(field).isdecimal():
-                raise ValueError(f"{{{field}}} names no column")
-            yield field
+    for _, read, spec, _ in string.Formatter().parse(template):
+        if read is not None:
+            if not _column(read) or _column(read).isdecimal():
+                raise ValueError(f"{{{read}}} names no column")
+            yield read
             yield from _fields(spec or "")
 
 

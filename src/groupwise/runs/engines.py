@@ -11,7 +11,7 @@ from groupwise.algorithms.resolve import corrected
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.engines import engine_traits
 from groupwise.config.settings import RolloutSettings
-from groupwise.data.prompts import visit
+from groupwise.data.encoding import visit
 from groupwise.environments.conversation import EpisodeWorld
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy

@@ -14,8 +14,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
+from groupwise.data.encoding import columns_of
 from groupwise.data.load import load_demonstrations
-from groupwise.data.prompts import columns_of
 from groupwise.data.tokenizers import check_same_tokens
 from groupwise.data.wording import formatted
 from groupwise.distributed import comm, fsdp

@@ -31,8 +31,8 @@ from groupwise.config.settings import (
     positions_of,
 )
 from groupwise.config.validation import STAGE, beyond_servers
+from groupwise.data.encoding import columns_of, prompt_limit
 from groupwise.data.load import Data, load_data, load_texts
-from groupwise.data.prompts import columns_of, prompt_limit
 from groupwise.data.sources import read_rows
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm, fsdp

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from groupwise.algorithms.pair_losses import bradley_terry
-from groupwise.data.pairs import Pair
+from groupwise.data.encoding import Pair
 from groupwise.models.policy import Policy
 from groupwise.utils.statistics import Estimate, proportion
 

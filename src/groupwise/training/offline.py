@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from groupwise.algorithms.loss_weights import TokenMean
-from groupwise.data.demonstrations import Demonstration
+from groupwise.data.encoding import Demonstration
 from groupwise.distributed import comm
 from groupwise.models import backbone
 from groupwise.models.policy import Policy

@@ -22,8 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from groupwise.algorithms import pair_losses
 from groupwise.algorithms.losses import segment_mean, segment_sum
 from groupwise.config.settings import PairSettings, RewardModelSettings
-from groupwise.data.pairs import Pair
-from groupwise.data.step_labels import Solution
+from groupwise.data.encoding import Pair, Solution
 from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, head_scores, pool_weights, readout

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from groupwise.algorithms.parts import called, fact, name_of
 from groupwise.algorithms.table import Algorithm
-from groupwise.data.demonstrations import Demonstration
+from groupwise.data.encoding import Demonstration
 from groupwise.data.packing import pack, unpack
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
