@@ -377,3 +377,11 @@ def test_a_prompt_is_read_once_for_splitting_encoding_and_its_record(tokenizer):
     assert {row.reads for row in rows} == {1}
     load_demonstrations(settings, tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
     assert {row.reads for row in rows} == {2}
+
+
+def test_a_tokenizer_whose_file_cuts_and_pads_leaves_prompts_as_they_are(write):
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=32)
+    data = load_data(DataSettings(path=write([{"prompt": "x" * 20}, {"prompt": "y"}])), tokenizer, **SIZES)
+    assert sorted(len(prompt.tokens) for prompt in data.train) == [1, 20]
