@@ -116,14 +116,23 @@ def build_rewards(
     offered = [column for column in columns if column not in RESERVED]
     entries = [_entry(one, place) for place, one in enumerate(settings)]
     wrong = Findings()
-    names = _names([one for one, _ in entries], wrong)
     files = {file_of(one.function): Host() for one, live in entries if live is None and ":" in one.function}
-    rewards: list[Reward] = []
+    names, rewards = list[str](), list[Reward]()
     try:
         for host in files.values():
             host.start()  # they start side by side
-        for place, (name, (one, live)) in enumerate(zip(names, entries, strict=True)):
-            with wrong.of(f"rewards.{place}.function"):
+        for place, (one, live) in enumerate(entries):
+            key, name = f"rewards.{place}", one.name or one.function.rpartition(":")[2]
+            with wrong.of(f"{key}.args"):
+                demand_values(one.args, f"{key}.args")
+            with wrong.of(f"{key}.weight"):
+                if not math.isfinite(one.weight):
+                    raise ConfigError(f"the reward {name!r} has weight {one.weight}; a weight is a finite number")
+            with wrong.of(f"{key}.name"):
+                if name in names:
+                    raise ConfigError(f"two reward functions have the name {name!r}; give one of them another by name:")
+            names.append(name)
+            with wrong.of(f"{key}.function"):
                 if live is None and ":" not in one.function:
                     rewards.append(find_builtin(one, offered, tokenizer))
                     continue
@@ -170,23 +179,6 @@ def _entry(one: RewardSettings | LiveReward | Callable[..., Any], place: int) ->
     elif not isinstance(one, LiveReward):
         one = LiveReward(function=one)
     return one.settings(), one
-
-
-def _names(settings: Sequence[RewardSettings], wrong: Findings) -> list[str]:
-    """What each function is called in the log."""
-    names: list[str] = []
-    for place, one in enumerate(settings):
-        name = one.name or one.function.rpartition(":")[2]
-        with wrong.of(f"rewards.{place}.args"):
-            demand_values(one.args, f"rewards.{place}.args")
-        with wrong.of(f"rewards.{place}.weight"):
-            if not math.isfinite(one.weight):
-                raise ConfigError(f"the reward {name!r} has weight {one.weight}; a weight is a finite number")
-        with wrong.of(f"rewards.{place}.name"):
-            if name in names:
-                raise ConfigError(f"two reward functions have the name {name!r}; give one of them another by name:")
-        names.append(name)
-    return names
 
 
 class Judge(Protocol):
@@ -379,7 +371,6 @@ class Rewards:
         return [ended[name] for name in self.names]
 
     def _in_thread(self, some: Sequence[RewardCall]) -> Future[list[Outcome]]:
-        """Call functions of the program in its thread."""
         if self._thread is None:
             self._thread = threads.Thread("groupwise-rewards")
         return self._thread.begin(lambda: calls.outcomes_of(some, list(self._functions.run(some))))
@@ -546,7 +537,6 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Rewa
 
 
 def _in_this_process(reward: Reward, batch: Completions) -> Outcome:
-    """Call a built-in or a model."""
     assert reward.function is not None
     began, starting = time.monotonic(), Pool.starting
     try:

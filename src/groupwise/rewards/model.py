@@ -135,9 +135,18 @@ class _Scorer:
     def by_text(
         self, prompts: Sequence[Any], completions: Sequence[Any], finish_reasons: Sequence[str] | None = None
     ) -> list[float | None]:
-        """Scores of texts through this model's tokenizer; completions that were cut off get no end."""
-        template, reasons = _Text(self.blueprint), finish_reasons or ["eos"] * len(completions)
-        ids = [template.encode(*row) for row in zip(prompts, completions, reasons, strict=True)]
+        """Scores of texts through this model's tokenizer, with a prompt as the user's message; what was cut off gets no end."""
+        from groupwise.data.templates import Template
+
+        tokenizer, ids = self.blueprint.tokenizer, list[tuple[list[int], list[int]]]()
+        template = Template(tokenizer=tokenizer, chat=bool(tokenizer.chat_template))
+        reasons = finish_reasons or ["eos"] * len(completions)
+        for prompt, completion, reason in zip(prompts, completions, reasons, strict=True):
+            if not template.chat and not isinstance(prompt, str):
+                prompt = "\n".join(str(message["content"]) for message in prompt)
+            question = template.ask([template.content({"prompt": prompt})], ["a prompt"])[0]
+            answer = template.complete([question], [completion], self.blueprint.eos_ids)[0].tokens.tolist()
+            ids.append((question.tokens.tolist(), answer[:-1] if reason == "length" else answer))
         return self._scores(self._answers([prompt for prompt, _ in ids], [completion for _, completion in ids]))
 
     def tokens(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -186,21 +195,3 @@ class _Scorer:
             scores = whole_scores(self.policy, scored)
         known = iter(scores)
         return [next(known) if answer.completion.size else None for answer in answers]
-
-
-class _Text:
-    """Prompts and completions as this model's own tokenizer writes them."""
-
-    def __init__(self, blueprint: Blueprint) -> None:
-        from groupwise.data.templates import Template
-
-        self.template = Template(tokenizer=blueprint.tokenizer, chat=bool(blueprint.tokenizer.chat_template))
-        self.eos_ids = blueprint.eos_ids
-
-    def encode(self, prompt: Any, completion: Any, finish: str) -> tuple[list[int], list[int]]:
-        """Ids of a prompt (a text is the user's message where there is a chat template) and of its completion."""
-        if not self.template.chat and not isinstance(prompt, str):
-            prompt = "\n".join(str(message["content"]) for message in prompt)
-        question = self.template.ask([self.template.content({"prompt": prompt})], ["a prompt"])[0]
-        answer = self.template.complete([question], [completion], self.eos_ids)[0].tokens.tolist()
-        return question.tokens.tolist(), answer[:-1] if finish == "length" else answer

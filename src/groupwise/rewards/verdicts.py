@@ -174,29 +174,20 @@ def wordy(text: str, gold: str) -> bool:
 
 def figures_of(text: str) -> tuple[Any, ...] | None:
     """A date, a time or a ratio as its figures; None for anything else."""
-    date = _DATE.fullmatch(text)
-    if date:
+    if date := _DATE.fullmatch(text):
         return ("date", *(int(date[n]) for n in ((1, 2, 3) if date[1] else (4, 6, 7))))
-    colon = _COLON.fullmatch(text)
-    if colon:
+    if colon := _COLON.fullmatch(text):
         return ("colon", *map(int, colon[1].split(":")), (colon[2] or "").lower())
     return None
 
 
 def _figures_equal(gold: tuple[Any, ...], text: str) -> bool:
-    figures = figures_of(_without_fonts(_labelled(text)[1]))
-    if gold[0] == "date" or figures is not None:
-        if figures is None or gold[0] == "date":
-            return gold == figures
+    figures, node = figures_of(_without_fonts(_labelled(text)[1])), parse(text)
+    if figures is not None and gold[0] == figures[0] == "colon":
         return gold[:-1] == figures[:-1] and (gold[-1] == figures[-1] or not (gold[-1] and figures[-1]))
-    node = parse(text)  # 3:2 is 3/2 too
-    return (
-        node is not None
-        and node.kind == "quotient"
-        and not gold[-1]
-        and len(gold) == 4
-        and [part.value for part in node.args] == [gold[1], gold[2]]
-    )
+    if figures is None and node is not None and node.kind == "quotient":  # 3:2 is 3/2 too
+        return gold == ("colon", *(part.value for part in node.args), "")
+    return gold == figures
 
 
 # ------------------------------------------------------------------------------------------------ sets, tuples, relations
@@ -427,23 +418,16 @@ class Quantity:
 
 @lru_cache(maxsize=8192)
 def _quantity(text: str) -> Quantity:
-    text = _labelled(text)[1]
-    text = _CURRENCY.sub(r"\1", text)
-    node = parse(text)
-    if node is not None and node.value is not None and node.kind != "percent" and "circ" not in text:
-        return Quantity(node, rest=text)
+    text = _CURRENCY.sub(r"\1", _labelled(text)[1])
     rest, unit = without_unit(text)
-    percent = bool(re.match(r"percent|pct|%", unit))
-    inner = parse(rest) if unit else node
-    if inner is not None and inner.kind == "percent":
-        inner, percent = inner.args[0], True
+    inner = parse(rest)
     if unit and (inner is None or (inner.symbols and "\\text" not in text) or (len(unit) == 1 and inner.kind == "sum")):
-        return Quantity(node, rest=text)
+        return Quantity(parse(text), rest=text)
     scale, _, counted = unit.partition(" ")
     if (times := _SCALES.get(scale.lower())) and inner is not None and inner.literal and inner.value is not None:
         inner, unit = Node("number", value=inner.value * times, literal=True), counted
         rest = str(inner.value)
-    return Quantity(inner, unit, percent, rest)
+    return Quantity(inner, unit, unit.startswith(("percent", "pct", "%")), rest)
 
 
 def _based(text: str) -> tuple[str, int] | None:
@@ -456,11 +440,8 @@ def _based(text: str) -> tuple[str, int] | None:
 
 
 def _quantities_equal(gold: str, answer: str, library: Library) -> bool:
-    based = _based(gold), _based(answer)
-    if any(based):
-        one, other = (
-            match or (text.strip("() ").lstrip("0").upper(), 0) for match, text in zip(based, (gold, answer), strict=True)
-        )
+    if _based(gold) or _based(answer):
+        one, other = (_based(text) or (text.strip("() ").lstrip("0").upper(), 0) for text in (gold, answer))
         return one[0] == other[0] and (one[1] == other[1] or 0 in (one[1], other[1]))
     g, a = _quantity(gold), _quantity(answer)
     if units_differ(g.unit, a.unit):
@@ -542,7 +523,7 @@ def restated(answer: str, gold: str, prompt: str) -> bool:
     node, other, squeezed = parse(side), parse(right), _squeezed(side)
     if shape_of(side).kind not in ("scalar", "relation") or len(squeezed) < 3 or squeezed.isalpha() or squeezed == _squeezed(right):
         return False
-    if node is not None and node.kind in ("number", "symbol", "negative"):
+    if node is not None and node.kind in ("number", "negative"):
         return False
     if (
         node is not None

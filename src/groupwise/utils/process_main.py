@@ -36,6 +36,8 @@ PRINTED = 1 << 18
 """Bytes that a worker and its forks may print at once."""
 PRINTED_EACH_SECOND = 1 << 14
 """... and so many more in each second after that."""
+NOTICED = 1000
+"""Milliseconds within which a supervisor notices the end of a worker that nobody waits for; the parent sees it at once."""
 LINUX = sys.platform.startswith("linux")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 Function = Callable[..., Any]
@@ -80,19 +82,12 @@ def supervise(
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    adopts = LINUX and _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    reader, writer = os.pipe()
-    for end in (reader, writer):
-        os.set_blocking(end, False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # launchers send the first two to all; the parent decides
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGINT, signal.SIGTERM):  # launchers send them to all; the parent decides
         signal.signal(number, _nothing)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     above = os.getpid()
     worker = os.fork()
     if worker == 0:
-        signal.set_wakeup_fd(-1)
-        os.close(reader)
-        os.close(writer)
         lifeline.close()
         if output is not None:
             output.become()
@@ -102,33 +97,32 @@ def supervise(
         one.close()
     waiting = select.poll()
     waiting.register(lifeline, select.POLLIN)
-    waiting.register(reader, select.POLLIN)
     if output is not None:
         waiting.register(output.open(), select.POLLIN)
-    status: int | None = None
-    while status is None:
-        ready = {descriptor for descriptor, _ in waiting.poll()}
-        if reader in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(reader, 4096)
+    status, parent_ended = None, False
+    while status is None and not parent_ended:
+        ready = {descriptor for descriptor, _ in waiting.poll(NOTICED)}
         if output is not None and output.reader in ready and not output.pass_on():
             waiting.unregister(output.reader)
-        status = _reap().get(worker)
-        if lifeline.fileno() in ready:  # nothing is ever sent: this is its end
-            break
-    if not adopts:
+        status = _reap(worker)
+        parent_ended = lifeline.fileno() in ready  # nothing is ever sent: this is its end
+    if not LINUX:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker, signal.SIGKILL)
-    left = _end_all(worker) if adopts or status is None else None
+    give_up = time.monotonic() + 10.0
+    while (left := descendants(os.getpid())) or status is None:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.001)
+        ended = _reap(worker)
+        status = ended if status is None else status
+        if time.monotonic() > give_up:
+            break
     if output is not None:
         output.close()
-    final = next((one for one in (status, left) if one is not None), int(signal.SIGKILL))
-    code = os.waitstatus_to_exitcode(final)
-    if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    code = os.waitstatus_to_exitcode(signal.SIGKILL if status is None else status)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 class Output:
@@ -199,57 +193,31 @@ def _nothing(*_: object) -> None:
     """A handler, and not SIG_IGN, which programs that the worker starts would inherit."""
 
 
-def _prctl(option: int, value: int) -> bool:
-    try:
-        return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
-    except (OSError, AttributeError):
-        return False
+def _prctl(option: int, value: int) -> None:
+    if LINUX:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def end_with_parent(parent: int) -> None:
     """Have this process killed when its parent ends, however that happens (Linux; elsewhere nothing).   parent: its process id."""
-    if LINUX:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before this could be asked for
-            os._exit(1)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if LINUX and os.getppid() != parent:  # it ended before this could be asked for
+        os._exit(1)
 
 
 def _be_a_worker(above: int) -> None:
     end_with_parent(above)  # should the supervisor be killed
     os.setpgid(0, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         os.register_at_fork(after_in_child=lambda number=number, usual=usual: signal.signal(number, usual))
 
 
-def _reap() -> dict[int, int]:
-    """Exit statuses of the children that have ended."""
-    ended = {}
+def _reap(worker: int) -> int | None:
+    """Clear away the children that have ended; the worker's status if it is one of them."""
+    status = None
     with contextlib.suppress(ChildProcessError):
-        while True:
-            child, status = os.waitpid(-1, os.WNOHANG)
-            if child == 0:
-                break
-            ended[child] = status
-    return ended
-
-
-def _end_all(worker: int) -> int | None:
-    """SIGKILL all descendants until none is left (those whose parent ends become children of this process); the worker's status."""
-    status, give_up = None, time.monotonic() + 10.0
-    while time.monotonic() < give_up:
-        try:
-            while True:
-                child, how = os.waitpid(-1, os.WNOHANG)
-                if child == 0:
-                    break
-                status = how if child == worker else status
-        except ChildProcessError:
-            return status
-        for process in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.001)
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = ended[1] if ended[0] == worker else status
     return status
 
 

@@ -70,15 +70,10 @@ class NotStarted(Exception):
 class Died(Exception):
     """Raised where a process has ended by itself (a crash, no memory), or was killed by another thread."""
 
-    def __init__(self, message: str, code: int | None = None) -> None:
-        """code: its exit status, negative for a signal; None: not known."""
+    def __init__(self, message: str, cpu: bool = False) -> None:
+        """cpu: the processor time of a request was over."""
         super().__init__(message)
-        self.code = code
-
-    @property
-    def cpu(self) -> bool:
-        """True if the processor time of a request was over."""
-        return self.code == -signal.SIGPROF
+        self.cpu = cpu
 
 
 class Raised(Exception):
@@ -213,9 +208,10 @@ class WorkerProcess:
         code = None if self._process is None else self._process.returncode
         if code is None:  # a fork, whose status nobody hears of, or one that another thread is ending
             return Died("its process has ended")
-        if code == -signal.SIGPROF:  # the worker's own timer
-            return Died("no result within the processor time allowed", code)
-        return Died("worker died (" + (f"signal {-code})" if code < 0 else f"exit code {code})"), code)
+        ending = code - 128 if code > 128 else -code  # of a signal, by way of the supervisor
+        if ending == signal.SIGPROF:  # the worker's own timer
+            return Died("no result within the processor time allowed", cpu=True)
+        return Died(f"worker died (signal {ending})" if ending > 0 else f"worker died (exit code {code})")
 
 
 def _terminate(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
