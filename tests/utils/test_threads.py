@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -13,7 +12,6 @@ from typing import NoReturn
 import pytest
 
 from groupwise.errors import GroupwiseError
-from groupwise.utils import threads
 from groupwise.utils.event_loop import EventLoop
 from groupwise.utils.threads import Thread, begin
 
@@ -24,7 +22,6 @@ def test_work_is_done_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyP
     def refuse(_: threading.Thread) -> NoReturn:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(threads, "_idle", [])  # an idle thread would take the work
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert begin(lambda: threading.current_thread().name, "beside").result() == threading.current_thread().name
     with pytest.raises(ZeroDivisionError):
@@ -33,21 +30,12 @@ def test_work_is_done_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyP
 
 def test_where_no_further_thread_is_allowed_nobody_goes_on_without_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that is done at once, before what it waits for has begun, would wait for ever."""
-    monkeypatch.setattr(threads, "_idle", [])  # an idle thread would take the work
     before = threading.stack_size(1 << 47)  # more than a processor can address: the system refuses, as it does at its limit
     try:
         with pytest.raises(GroupwiseError, match=r"can't start new thread.*ulimit -u"):
             begin(lambda: pytest.fail("was run"), "beside")
     finally:
         threading.stack_size(before)
-
-
-def test_a_thread_that_has_finished_takes_the_next_work() -> None:
-    first = begin(threading.current_thread, "first").result(60)
-    end = time.monotonic() + 60
-    while (again := begin(threading.current_thread, "again").result(60)) is not first and time.monotonic() < end:
-        time.sleep(0.001)
-    assert again is first and again.daemon
 
 
 def test_work_that_hangs_holds_up_no_other() -> None:
@@ -74,14 +62,6 @@ def test_a_fork_has_threads_of_its_own() -> None:
     if (child := os.fork()) == 0:
         os._exit(0 if begin(lambda: 1, "child's").result(60) == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_an_idle_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(threads, "_idle", [])
-    thread = begin(threading.current_thread, "idle").result(60)
-    thread.join(60)
-    assert not thread.is_alive() and threads._idle == []
 
 
 def test_coroutines_run_side_by_side_and_are_broken_off_at_the_end() -> None:

@@ -124,8 +124,7 @@ class WorkerProcess:
                 else:
                     process = _Forked(lambda: supervise_worker(lifeline, channel, target, options), folder)
         self._process: Any = process
-        self.kill = weakref.finalize(self, _terminate, os.getpid(), process, self._lifeline, self._channel)
-        """SIGKILL the process and what it started, and wait for their end; harmless if called again."""
+        weakref.finalize(self, _forget, os.getpid(), process, self._lifeline, self._channel)
         self._begun: float | None = time.monotonic()
         with contextlib.suppress(OSError):  # whoever asks it hears of it
             send(self._channel, payload, self._begun + START_SECONDS)
@@ -153,7 +152,7 @@ class WorkerProcess:
                 send(self._channel, b"", time.monotonic() + SEND_SECONDS, [other, remote])
         fork = object.__new__(WorkerProcess)
         fork._lifeline, fork._channel, fork._process, fork._begun = lifeline, channel, None, None
-        fork.kill = weakref.finalize(fork, _terminate, os.getpid(), None, lifeline, channel)
+        weakref.finalize(fork, _forget, os.getpid(), None, lifeline, channel)
         return fork
 
     def call(self, *request: Any, seconds: float) -> Any:
@@ -180,6 +179,10 @@ class WorkerProcess:
             if "error" not in reply:
                 return reply["value"]
         raise Raised(reply)
+
+    def kill(self) -> None:
+        """SIGKILL the process and what it started, and wait for their end; harmless if called again, and by any thread."""
+        _terminate(self._process, self._lifeline, self._channel)
 
     def alive(self) -> bool:
         """False once its end of the socket is closed, which is how every death shows."""
@@ -214,21 +217,26 @@ class WorkerProcess:
         return Died(f"worker died (signal {ending})" if ending > 0 else f"worker died (exit code {code})")
 
 
-def _terminate(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
-    if owner != os.getpid():
-        return
-    for end in (lifeline, channel):
+def _terminate(process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
+    for end in (lifeline, channel):  # not closed: a thread that waits there, or is about to, would come to wait for another one's
         with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)  # another thread may wait there
-        _ends.discard(end)
-        end.close()
-    if process is None:
+            end.shutdown(socket.SHUT_RDWR)
+    if process is None or lifeline.fileno() < 0:  # closed: this is a fork of the parent
         return
     try:
         process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _forget(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
+    """Nobody holds it any more."""
+    if owner == os.getpid():
+        _terminate(process, lifeline, channel)
+        for end in (lifeline, channel):
+            _ends.discard(end)
+            end.close()
 
 
 def _spawn(
@@ -284,7 +292,10 @@ class _Forked:
     def wait(self, timeout: float = float("inf")) -> None:
         deadline = time.monotonic() + timeout
         while self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # another thread has cleared it away, and is about to say how it ended
+                continue
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > deadline:
@@ -354,7 +365,7 @@ class Pool:
                 raise
             finally:
                 self._busy.discard(process)
-                if process.kill.alive and (self.max_calls is None or calls + 1 < self.max_calls):
+                if process.alive() and (self.max_calls is None or calls + 1 < self.max_calls):
                     with self._lock:
                         self._idle.append((process, calls + 1))
                 else:
