@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from transformers.utils import logging as its
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError
-from groupwise.models.backbone import checkpointing
 from groupwise.models.loading import load_policy, read_blueprint
 from groupwise.models.saving import save
 from groupwise.models.shape import Shape
@@ -118,14 +116,6 @@ def test_a_model_without_attention_is_refused_by_its_config() -> None:
     config = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
     with pytest.raises(ConfigError, match="the config of a 'mamba' model names no num_attention_heads"):
         Shape.of(config, 100, dtype="float32")
-
-
-def test_recomputing_calls_what_this_transformers_wants(tiny_policy: Callable) -> None:
-    policy = tiny_policy()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with checkpointing(policy, True):
-            assert any(layer.gradient_checkpointing for layer in policy.model.model.layers)
 
 
 def test_loading_leaves_transformers_as_it_was(tiny_policy: Callable, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from groupwise.data.packing import pack
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
 from groupwise.models.attention import PackedAttention
-from groupwise.models.backbone import computing, hidden, set_mode
+from groupwise.models.backbone import computing, hidden
 from groupwise.models.logit_scale import head_input
 from groupwise.models.moe import BALANCE, balance_pass, router_coefficient
 from groupwise.models.policy import Policy
@@ -50,7 +50,6 @@ def _one_by_one(policy: Policy, tokens_P: Tensor, layout: Layout) -> Tensor:
     """Every segment in a forward pass of its own, with the model's own attention: for models that cannot be packed."""
     assert set(layout.prefix) <= {-1}, "segments that are computed one by one hold their own prompt"
     parts = []
-    set_mode(policy)
     with computing(policy):
         for start, length in zip(layout.start, layout.length, strict=True):
             tokens_1T = tokens_P[None, start : start + length]
