@@ -82,14 +82,19 @@ def test_lookup_reaches_into_free_mappings() -> None:
     assert lookup("data.task_args.digits.deep") == settings_table()["data.task_args"]
     assert lookup("group.surrogate.low") == settings_table()["group.surrogate"]
     assert lookup("optimizer.lr.x") is None
+    assert lookup("environment.tools.0") == settings_table()["environment.tools"]
+    assert lookup("optimizer.lr.0") is None
+
+
+def test_choices_are_the_words_of_a_setting() -> None:
+    assert settings_table()["group.kl"].choices == ("k1", "k2", "k3", "k3_ratio")
+    assert settings_table()["name"].choices == ()
 
 
 def test_names_that_recipes_may_use_are_those_of_the_tables() -> None:
-    from groupwise.data.tasks import TASKS
     from groupwise.runs.engines import ENGINES
     from groupwise.training.objectives import OBJECTIVES
 
-    assert set(settings.TASKS) == set(TASKS)
     assert set(engines.ENGINES) == set(ENGINES)
     assert set(settings.DATASET) == set(OBJECTIVES)
 

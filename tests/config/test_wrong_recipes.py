@@ -31,8 +31,9 @@ def text_of(case: dict[str, Any]) -> str:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file lies near, and hub names are taken on trust."""
+    """No file lies near, hub names are taken on trust, and no packaged model was fetched."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 

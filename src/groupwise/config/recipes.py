@@ -206,8 +206,9 @@ def parse_recorded(text: str, name: str, overrides: Sequence[str] = ()) -> Recip
     document = stage_documents(root, changes, problems)[""]
     recipe = _valid(document, problems)
     if not problems:
-        changed = {".".join(path) for path, _ in changes}
-        problems += [Problem(", ".join(keys), message) for keys, message in validate_recipe(recipe) if changed & set(keys)]
+        changed = tuple(f"{'.'.join(path)}." for path, _ in changes)
+        broken = validate_recipe(recipe)
+        problems += [Problem("", says) for keys, says in broken if any(f"{key}.".startswith(changed) for key in keys)]
     if problems:
         _refuse(name, problems)
     return recipe
@@ -333,10 +334,7 @@ def _message(key: str, kind: str, value: Any, text: str = "") -> str:
         return f"{got} (braces and brackets have a meaning in YAML: write the text in quotes)"
     if value in ("", []) and setting.default not in (dataclasses.MISSING, None):
         return f"{got} (leave it out for the default, {schema.show(setting.default)})"
-    if isinstance(value, str) and setting.expected.startswith("one of "):
-        choices = setting.expected.removeprefix("one of ").removesuffix(", or null").split(", ")
-        return got + closest(value, choices)
-    return got
+    return got + closest(value, setting.choices) if isinstance(value, str) else got
 
 
 # ---------------------------------------------------------------- writing

@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Union
@@ -27,7 +27,7 @@ from groupwise.utils.spelling import nearest
 STAGES = "Several runs in one file, in order: each entry overlays the keys above it (`stages: {sft: {...}, grpo: {...}}`)."
 
 
-NAMES: dict[str, Sequence[str]] = {
+NAMES: dict[str, Collection[str]] = {
     "objective": settings.OBJECTIVES,
     "rewards.N.function": tuple(settings.REWARDS),
     "data.task": settings.TASKS,
@@ -57,6 +57,11 @@ class Setting:
     def expected(self) -> str:
         """What a value must be, in words."""
         return expected(self.hint)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that a value may be; none where it may be others."""
+        return next((typing.get_args(one) for one in _members(self.hint)[0] if typing.get_origin(one) is typing.Literal), ())
 
     @property
     def trl(self) -> tuple[str, ...]:
@@ -200,7 +205,8 @@ def lookup(key: str) -> Setting | None:
         return setting
     for end in range(len(parts) - 1, 0, -1):
         if (setting := table.get(".".join(parts[:end]))) is not None:
-            return setting if setting.section is None and "mapping" in setting.expected else None
+            inside = "mapping" in setting.expected or ("list" in setting.expected and parts[end:] == ["N"])
+            return setting if setting.section is None and inside else None
     return None
 
 

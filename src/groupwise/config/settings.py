@@ -53,23 +53,25 @@ REWARDS: Mapping[str, str] = {
     "model": "model",
 }
 """Built-in reward functions, each with the module of `groupwise.rewards` that holds it."""
-TASKS = (
-    "addition",
-    "sums",
-    "arithmetic",
-    "gsm8k_arithmetic",
-    "preferences",
-    "calculator",
-    "guessing",
-    "chat_sums",
-    "chat_json",
-    "chat_words",
-)
-"""Built-in generated tasks: the rows of `data.tasks.TASKS` (a test compares them)."""
+TASKS: Mapping[str, str] = {
+    "addition": "addition:Addition",
+    "sums": "addition:Sums",
+    "arithmetic": "arithmetic:Arithmetic",
+    "gsm8k_arithmetic": "gsm8k:Gsm8kArithmetic",
+    "preferences": "preferences:Preferences",
+    "calculator": "calculator:Calculator",
+    "guessing": "guessing:Guessing",
+    "chat_sums": "chat:ChatSums",
+    "chat_json": "chat:ChatJson",
+    "chat_words": "chat:ChatWords",
+}
+"""Built-in generated tasks, each with the module of `groupwise.data.tasks` and the class in it."""
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 """Endings of files of rows."""
 
+Dashboard = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+"""Where metrics may be sent, by the name of the package that does it, which is also the name of Groupwise's extra."""
 ControlTokens = Literal["warn", "plain", "drop", "error"]
 """What becomes of control tokens in the text of messages."""
 
@@ -216,7 +218,7 @@ class RewardSettings:
     takes ten minutes (and 10 s for each of its completions) is stopped and ends the run."""
 
 
-VERDICTS = ("accuracy", "exact", "number")
+VERDICTS = tuple(name for name, module in REWARDS.items() if module == "accuracy")
 """Built-in reward functions whose 1 says that a completion is right."""
 
 
@@ -515,7 +517,7 @@ class SaveSettings:
     """Newest checkpoints to keep."""
     rollouts_every: Count = 1
     """Write every group of every this many steps to `rollouts/`; 0: never."""
-    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    report_to: tuple[Dashboard, ...] = ()
     """Dashboards that get the metrics too, and where they have tables the group of each recorded step whose rewards differ most:
     TensorBoard (files in the run folder), Weights & Biases, MLflow, Trackio.  Project and server come from their own environment
     variables (WANDB_PROJECT, MLFLOW_TRACKING_URI ...); metrics.jsonl is always written."""

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from groupwise.config.settings import DATA_SUFFIXES, REWARDS
+from groupwise.config.settings import DATA_SUFFIXES, REWARDS, Dashboard
 from groupwise.config.trl_arguments import KINDS, Configuration, Fate, RewardModel, mapping_of, short
 from groupwise.utils.spelling import closest
 
@@ -75,7 +75,6 @@ def convert(trl: Configuration) -> None:
 
 # ---------------------------------------------------------------- the model
 
-DASHBOARDS = ("tensorboard", "wandb", "mlflow", "trackio")
 ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla", "paged_adamw_32bit", "paged_adamw")
 
 
@@ -94,7 +93,7 @@ def _texts(value: Any) -> list[str]:
 
 def _boards(report: Any) -> list[str]:
     """The dashboards of `report_to` that there are."""
-    return [board for board in _texts(report or []) if board in DASHBOARDS]
+    return [board for board in _texts(report or []) if board in get_args(Dashboard)]
 
 
 def _mapping(value: Any) -> dict[str, Any]:

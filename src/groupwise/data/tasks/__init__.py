@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
-from groupwise.data.tasks.addition import Addition, Sums
-from groupwise.data.tasks.arithmetic import Arithmetic
+from groupwise.config import settings
 from groupwise.data.tasks.base import Task
-from groupwise.data.tasks.calculator import Calculator
-from groupwise.data.tasks.chat import ChatJson, ChatSums, ChatWords
-from groupwise.data.tasks.gsm8k import Gsm8kArithmetic
-from groupwise.data.tasks.guessing import Guessing
-from groupwise.data.tasks.preferences import Preferences
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported, own_code
 from groupwise.utils.spelling import nearest
 
-TASKS: dict[str, type[Task]] = {
-    "addition": Addition,
-    "sums": Sums,
-    "arithmetic": Arithmetic,
-    "gsm8k_arithmetic": Gsm8kArithmetic,
-    "preferences": Preferences,
-    "calculator": Calculator,
-    "guessing": Guessing,
-    "chat_sums": ChatSums,
-    "chat_json": ChatJson,
-    "chat_words": ChatWords,
-}
+
+def _built_in(place: str) -> type[Task]:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"groupwise.data.tasks.{module}"), name)
+
+
+TASKS: Mapping[str, type[Task]] = {name: _built_in(place) for name, place in settings.TASKS.items()}
+"""The built-in tasks by name: the rows of `settings.TASKS`."""
 
 
 def breakdown_of(name: str | None) -> tuple[str, ...]:
@@ -53,11 +44,11 @@ def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
         near = nearest(name, TASKS)
         hint = "" if near is None else f" (did you mean {near}?)"
         raise ConfigError(f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}, or module:NAME for one of your own")
-    settings = dict(arguments or {})
+    arguments = dict(arguments or {})
     task = TASKS[name] if name in TASKS else imported("data.task", name, callable_only=True)
     known = inspect.signature(task).parameters
-    for key in settings:
+    for key in arguments:
         if key not in known:
             raise ConfigError(f"task {name!r} has no argument {key!r}; it takes: {', '.join(known) or 'none'}")
     with own_code(f"the task {name!r}"):
-        return task(**settings)
+        return task(**arguments)
