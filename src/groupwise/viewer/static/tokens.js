@@ -369,10 +369,10 @@ const ENDINGS = {
   eos: "ended",
   stop: "stop string",
   tool_calls: "called tools",
-  done: "the world ended it",
+  done: "the environment ended it",
   turns: "too many turns",
   deadline: "out of time",
-  error: "the world failed",
+  error: "the environment failed",
 };
 const OPEN_TURNS = 3,
   LONG_ANSWER = 300;
@@ -390,7 +390,7 @@ function episodeOf(completion, text) {
           class: "fact warn",
           title:
             "from here on the tokens were drawn behind other ids than those before them: " +
-            "the chat template rewrote the past, or the world began otherwise",
+            "the chat template rewrote the past, or the environment began otherwise",
           text: `split: drawn behind ${many(one.context, "token")} of its own`,
         }),
       );
