@@ -160,34 +160,27 @@ def test_malformed_ranges_of_steps_are_refused(text: str) -> None:
 
 
 def test_chat_asks_as_the_run_did(there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    said = iter(["2+2=", ""])
-    monkeypatch.setattr("builtins.input", lambda _: next(said))
-    asked: list[str] = []
-    plain = gw.LoadedPolicy._questions
-
-    def watched(policy: gw.LoadedPolicy, prompts: list) -> list:
-        questions = plain(policy, prompts)
-        asked.extend(question.text for question in questions)
-        return questions
-
-    monkeypatch.setattr(gw.LoadedPolicy, "_questions", watched)
+    lines = iter(["2+2=", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
     assert main(["chat", RUN]) == 0
-    assert asked == ["Q: 2+2= A:"]
-    assert "put into 'Q: {prompt} A:'; at most 5 tokens" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "put into 'Q: {prompt} A:'; at most 5 tokens" in shown
+    bare = _with_template(gw.load_policy(RUN), None)
+    assert bare.generate("Q: 2+2= A:", seed=0, max_new_tokens=5).strip() in shown
 
 
 def test_a_loaded_policy_asks_as_the_run_did(there: Path) -> None:
     policy = gw.load_policy(RUN)
     assert (policy.template, policy.max_new_tokens, policy.dtype) == ("Q: {prompt} A:", 5, policy.model.dtype)
-    rows = [policy._questions([asked])[0].text for asked in ("2+2=", {"prompt": "2+2="}, {"question": "2+2="})]
-    assert rows == ["Q: 2+2= A:"] * 3
-    assert policy.generate({"question": "2+2="}, seed=3) == policy.generate("2+2=", seed=3)
+    answer = _with_template(policy, None).generate("Q: 2+2= A:", seed=3, max_new_tokens=5)
+    for prompt in ("2+2=", {"prompt": "2+2="}, {"question": "2+2="}):
+        assert policy.generate(prompt, seed=3) == answer
     assert len(policy.tokenizer(policy.generate("2+2="))["input_ids"]) <= 5 * 4
     with pytest.raises(DataError, match="reads a, b: give a row"):
         gw.LoadedPolicy.generate(_with_template(policy, "{a} {b}"), "2+2=")
 
 
-def _with_template(policy: gw.LoadedPolicy, template: str) -> gw.LoadedPolicy:
+def _with_template(policy: gw.LoadedPolicy, template: str | None) -> gw.LoadedPolicy:
     import dataclasses
 
     return dataclasses.replace(policy, template=template)
