@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from groupwise.rewards.returned import LARGEST
+from groupwise.rewards.user_functions import LARGEST
 
 
 def test_a_worker_of_plain_functions_imports_neither_numpy_nor_asyncio(tmp_path):

@@ -26,7 +26,7 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
-from groupwise.rewards.step_signals import with_turns
+from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.closed_form import closed_form
 from groupwise.training.critics import Critic

@@ -94,16 +94,13 @@ def boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
     for match in _BOXES.finditer(text):
         if match.start() < end:
             continue  # a box inside a box
-        depth, end = 1, match.end()
+        depth, end = 1, len(text)
         for brace in _BRACES.finditer(text, match.end()):
             depth += {"{": 1, "}": -1}.get(brace.group(), 0)
             if depth == 0:
                 end = brace.end()
                 break
-        if depth:
-            yield match.start(), len(text), text[match.end() :], False
-            return
-        yield match.start(), end, text[match.end() : end - 1], True
+        yield match.start(), end, text[match.end() : end - (depth == 0)], depth == 0
 
 
 def find_answer(text: str, *, cut: bool = False) -> str | None:
@@ -177,43 +174,38 @@ def find_gold(text: str) -> str | None:
 
 def marked(text: str, *, cut: bool = False) -> str | None:
     """The answer that stands in a box, in an `<answer>` tag or behind `####`, whichever comes last; None if none is there."""
+    return max(_boxed(text, cut), _hashed(_finished(text) if cut else text), _tagged(text, cut), key=lambda found: found[0])[1]
+
+
+def _boxed(text: str, cut: bool) -> tuple[int, str | None]:
+    """Where the last box begins, and what it and the boxes joined to it hold; -1: nowhere."""
     boxed = [(start, end, content) for start, end, content, closed in boxes(text) if closed or not cut]
-    hashes = _hashes(_finished(text) if cut else text)
-    tag, tagged = _tagged(text, cut)
-    place = max(hashes, tag)
-    if boxed and boxed[-1][0] >= place:
-        answers = [boxed[-1][2]]
-        inner = next(boxes(answers[0]), None)
-        if inner is not None and answers[0].strip() == answers[0][inner[0] : inner[1]]:
-            answers[0] = inner[2]  # a box that holds nothing but a box
-        for (_, end, content), (start, _, _) in zip(reversed(boxed[:-1]), reversed(boxed), strict=False):
-            if start - end > APART or not _BETWEEN_BOXES.fullmatch(text, end, start):
-                break
-            answers.append(content)
-        return ", ".join(reversed(answers))
-    if place < 0:
-        return None
-    if tag > hashes:
-        inner = statement(tagged)
-        return tidy(tagged) if inner is None else tidy(clause(inner))
-    line = _first_line(text[hashes:].lstrip("#"))
-    inner = statement(line)
-    return line if inner is None else inner
+    if not boxed:
+        return -1, None
+    answers = [boxed[-1][2]]
+    inner = next(boxes(answers[0]), None)
+    if inner is not None and answers[0].strip() == answers[0][inner[0] : inner[1]]:
+        answers[0] = inner[2]  # a box that holds nothing but a box
+    for (_, end, content), (start, _, _) in zip(reversed(boxed[:-1]), reversed(boxed), strict=False):
+        if start - end > APART or not _BETWEEN_BOXES.fullmatch(text, end, start):
+            break
+        answers.append(content)
+    return boxed[-1][0], ", ".join(reversed(answers))
 
 
-def _hashes(text: str) -> int:
-    """Where the last `####` with an answer stands; -1: nowhere.  As a heading of prose it has none."""
+def _hashed(text: str) -> tuple[int, str | None]:
+    """Where the last `####` stands and the answer behind it; -1: nowhere.  As a heading of prose it has none."""
     place = text.rfind("####")
-    if place < 0:
-        return -1
-    line, _, below = text[place:].lstrip("#").strip().partition("\n")
-    if line[:1].isalpha() and below.strip() and statement(line + "\n") is None:
-        return -1
-    return place
+    line, _, below = text[max(place, 0) :].lstrip("#").strip().partition("\n")
+    if place < 0 or (line[:1].isalpha() and below.strip() and statement(line + "\n") is None):
+        return -1, None
+    line = _first_line(text[place:].lstrip("#"))
+    inner = statement(line)
+    return place, line if inner is None else inner
 
 
-def _tagged(text: str, cut: bool) -> tuple[int, str]:
-    """Where the last `<answer>` stands and what it holds; -1: nowhere."""
+def _tagged(text: str, cut: bool) -> tuple[int, str | None]:
+    """Where the last `<answer>` stands and what it says; -1: nowhere."""
     start, end, closed = -1, len(text), False
     for mark in _TAG.finditer(text):
         if not mark.group(1):
@@ -221,8 +213,9 @@ def _tagged(text: str, cut: bool) -> tuple[int, str]:
         elif start >= 0 and not closed:
             end, closed = mark.start(), True
     if start < 0 or (cut and not closed):
-        return -1, ""
-    return start, text[start:end].strip()
+        return -1, None
+    inner = statement(text[start:end].strip())
+    return start, tidy(text[start:end]) if inner is None else tidy(clause(inner))
 
 
 def statement(text: str) -> str | None:

@@ -20,11 +20,11 @@ from typing import Any
 from groupwise.config.live_objects import LIVE
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.functions import RewardCall
-from groupwise.rewards.returned import described, printable
 from groupwise.rewards.trainer_state import joined
 from groupwise.rewards.user_functions import Reward, Signature
 from groupwise.utils.process_main import Function
 from groupwise.utils.processes import Died, NotStarted, Raised, Traceback, WorkerProcess
+from groupwise.utils.terminal import escaped
 
 DEFAULT_SECONDS = 600.0
 """Without a timeout a call that takes longer has failed: a function that hangs must not hold a run for ever."""
@@ -46,25 +46,33 @@ class Outcome:
     """The completions whose call had no result within the function's own timeout; their value is empty."""
 
 
+def described(labels: Sequence[str]) -> str:
+    """Completions in a message.
+
+    >>> described(["0#0", "0#1", "1#0", "1#1"])
+    '0#0, 0#1, 1#0 ... (4 completions)'
+    """
+    return ", ".join(labels[:3]) + (f" ... ({len(labels)} completions)" if len(labels) > 3 else "")
+
+
 def failure(reward: Reward, labels: Sequence[str], happened: str, text: str | None = None) -> RewardError:
     r"""The error of a call that did not end with a value.   happened: what a function did.   text: the one completion.
 
     It may quote a completion: control characters are shown as escapes.
     """
-    shown = "" if text is None else f", {text!r}"
-    return _resumable(reward, printable(f"the reward function {reward.name!r} {happened}; on {described(labels)}") + shown)
+    return _resumable(reward, f"the reward function {reward.name!r} {happened}; on {described(labels)}", text)
 
 
 def raised(reward: Reward, labels: Sequence[str], words: Mapping[str, str], text: str | None = None) -> RewardError:
     """The error of a call that raised.   words: of `process_main.described`."""
     if words["kind"] == "RewardError":
-        return _resumable(reward, printable(words["error"]) + ("" if text is None else f", {text!r}"))
+        return _resumable(reward, words["error"], text)
     where = f" ({words['where']})" if words["where"] else ""
     return failure(reward, labels, f"raised {words['kind']}: {words['error']}{where}", text)
 
 
-def _resumable(reward: Reward, message: str) -> RewardError:
-    error = RewardError(message)
+def _resumable(reward: Reward, message: str, text: str | None) -> RewardError:
+    error = RewardError(escaped(message, keep="") + ("" if text is None else f", {text!r}"))
     if not reward.spec.startswith(LIVE):
         error.add_note("to resume from a saved step with a repaired file: accept_changes=True")
     return error

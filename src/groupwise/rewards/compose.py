@@ -23,13 +23,11 @@ from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.errors import ConfigError, Findings, RewardError
 from groupwise.records import Episode, Prompt, Rollout, Scored, Step
 from groupwise.rewards import calls
-from groupwise.rewards.calls import Host, Outcome
+from groupwise.rewards.calls import Host, Outcome, described
 from groupwise.rewards.environment import EnvironmentState
 from groupwise.rewards.functions import Functions, RewardCall
 from groupwise.rewards.registry import GOLD_COLUMNS, find_builtin
-from groupwise.rewards.returned import described, validated
-from groupwise.rewards.step_rewards import ProcessReward
-from groupwise.rewards.step_signals import step_signal
+from groupwise.rewards.step_rewards import ProcessReward, step_signal
 from groupwise.rewards.trainer_state import TrainerState
 from groupwise.rewards.user_functions import Completions, Reward, asynchronous, read_signature
 from groupwise.utils import process_main, threads
@@ -376,7 +374,7 @@ class Rewards:
         return self._thread.begin(lambda: calls.outcomes_of(some, list(self._functions.run(some))))
 
     def counting(self, steps: Iterator[Step], done: int, last: int) -> Iterator[Step]:
-        """The steps of a loop, which functions that ask for `trainer_state` are told of.   done: those before; last: its number."""
+        """The steps of a loop, for functions that ask for `trainer_state`.   done: steps before it.   last: number of its last."""
         self.state = TrainerState(global_step=done, max_steps=last)
         for step in steps:
             self.state = TrainerState(global_step=step.number, max_steps=last)
@@ -540,7 +538,7 @@ def _in_this_process(reward: Reward, batch: Completions) -> Outcome:
     assert reward.function is not None
     began, starting = time.monotonic(), Pool.starting
     try:
-        values = validated(reward, reward.function(**reward.keywords(batch), **reward.arguments), batch.labels)
+        values = reward.checked(reward.function(**reward.keywords(batch), **reward.arguments), batch.labels)
     except Exception as error:  # whatever it is, it names the function
         raise calls.raised(reward, batch.labels, process_main.described(error)) from error
     return Outcome(values=values, seconds=max(0.0, time.monotonic() - began - (Pool.starting - starting)))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from groupwise.rewards.returned import validated
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.trainer_state import RUN_PARAMETERS, Notes, TrainerState
 from groupwise.rewards.user_functions import Reward, find_named, read_signature
@@ -66,7 +65,7 @@ class RewardCall:
 
     def ended(self, returned: Any, notes: Notes, began: float) -> dict[str, Any]:
         """The answer of a call that has come to its end.  Raises RewardError for what is no reward."""
-        values = validated(self.reward, [returned] if self.single else returned, self.labels)
+        values = self.reward.checked([returned] if self.single else returned, self.labels)
         return {"values": values, "notes": notes.as_json(), "seconds": time.monotonic() - began}
 
 

@@ -1,4 +1,5 @@
-"""Functions that users write, in a worker as in the trainer: found by name, and their signatures compared with the data's columns.
+"""What a reward function is, in a worker as in the trainer: it is found by name, called with what its signature asks for, and its
+values are checked.
 
 It imports little: worker processes start with it.
 """
@@ -7,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.step_rewards import ProcessReward
+from groupwise.rewards.step_rewards import ProcessReward, checked_steps
 from groupwise.rewards.trainer_state import RUN_PARAMETERS
 from groupwise.utils.imports import imported
 
@@ -35,6 +37,8 @@ SINGULAR = {
     "environment_reward": "environment_rewards",
 }
 """What a function of one completion calls them."""
+LARGEST = (2.0 - 2.0**-23) * 2.0**127
+"""A reward beyond this is taken for an accident: single precision cannot hold it."""
 NO_COLUMN = "which the data do not have"
 """In every message about a column that is missing."""
 
@@ -131,6 +135,10 @@ class Reward:
                 raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
         return keywords
 
+    def checked(self, values: Any, labels: Sequence[str]) -> list[Any]:
+        """What the function returned for these completions: numbers, or steps of a process reward.  Raises RewardError."""
+        return (checked_steps if self.signature.process else checked)(self.name, values, labels)
+
 
 def find_named(spec: str, kind: str, objects: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
     """What is behind `module:name` or `path/to/file.py:name`.   kind: what it is called in messages.
@@ -204,3 +212,53 @@ def asynchronous(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def checked(name: str, values: Any, labels: Sequence[str]) -> list[float | None]:
+    """What a reward function returned, as one float or None per completion.
+
+    Lists, tuples, and one-dimensional arrays and tensors of numbers and bools are taken; all else raises RewardError.
+
+    >>> import numpy as np
+    >>> checked("f", np.array([True, False]), ["0#0", "0#1"])
+    [1.0, 0.0]
+    """
+    expected = f"expected a list of {len(labels)} numbers or None, one per completion"
+    if _is_array(values):
+        if values.ndim != 1:
+            raise RewardError(f"the reward function {name!r} returned an array of shape {tuple(values.shape)}, {expected}")
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        hint = "; is it an async function? declare it with async def" if isinstance(values, Awaitable) else ""
+        if inspect.iscoroutine(values):
+            values.close()
+        raise RewardError(f"the reward function {name!r} returned {_kind(values)}, {expected}{hint}")
+    if len(values) != len(labels):
+        raise RewardError(f"the reward function {name!r} returned {len(values)} rewards for {len(labels)} completions, {expected}")
+    return [as_reward(name, value, label) for value, label in zip(values, labels, strict=True)]
+
+
+def as_reward(name: str, value: Any, label: str) -> float | None:
+    """One reward as a float.  Raises RewardError for what is not a number, and for a number that is not finite."""
+    number = value.tolist() if _is_array(value) else value
+    if number is None:
+        return None
+    if not isinstance(number, bool | int | float):
+        raise RewardError(f"the reward function {name!r} returned {_kind(value)} for completion {label}, expected a number or None")
+    reward = float(number)
+    if not math.isfinite(reward) or abs(reward) > LARGEST:
+        raise RewardError(
+            f"the reward function {name!r} returned {reward:g} for completion {label}: a reward is finite "
+            "(within single precision); return None where it does not apply"
+        )
+    return reward
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array, a tensor or a number of theirs; to import numpy would make a worker's start twice as long."""
+    return hasattr(value, "ndim") and hasattr(value, "tolist")
+
+
+def _kind(value: Any) -> str:
+    text = repr(value) if isinstance(value, str | int | float | bool | None) else ""
+    return f"{type(value).__name__} {text[:60]}".strip() if value is not None else "None"

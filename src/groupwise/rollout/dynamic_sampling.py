@@ -15,7 +15,7 @@ from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.records import Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.compose import Judge
-from groupwise.rewards.step_signals import with_turns
+from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.engine import Engine
 from groupwise.utils import threads
 
