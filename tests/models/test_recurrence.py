@@ -47,8 +47,8 @@ from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Episode, Finish, Prompt, Sample, Sampling
 from groupwise.rollout.native import engine
+from groupwise.rollout.native.attention import KVCache
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.native.kv_cache import KVCache
 
 SMALL = {
     "vocab_size": len(TOKENIZER),

@@ -213,7 +213,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from groupwise.algorithms.parts import Credit, Surrogate
+from groupwise.algorithms.parts import Credit, Ratio, Surrogate, Term, Weights
 from groupwise.algorithms.table import ALGORITHMS, PARTS
 
 
@@ -238,10 +238,53 @@ class Rooted(Credit):
         return [group.reward for group in groups]
 
 
-PARTS["surrogate"]["planted"], PARTS["credit"]["rooted"] = Planted, Rooted
-ALGORITHMS["planted"] = replace(ALGORITHMS["grpo"], name="planted", surrogate=Planted())
+@dataclass(frozen=True)
+class HalvedRatio(Ratio):
+    '''A planted ratio.'''
+
+    per_token = True
+
+    def __call__(self, logp_M, behavior_logp_M, segment_M, segments):
+        return 0.5 * (logp_M - behavior_logp_M)
+
+
+@dataclass(frozen=True)
+class Flat(Weights):
+    '''Planted weights.'''
+
+    def __call__(self, tokens_R, prompt_R):
+        return np.where(np.asarray(tokens_R) > 0, 0.01, 0.0)
+
+
+@dataclass(frozen=True)
+class NearTeacher(Term):
+    '''A planted term with a teacher.'''
+
+    pull: float = 0.5
+    reads = ("teacher_logp",)
+
+    def __call__(self, terms):
+        return self.pull * (terms.logp_M - terms.signals["teacher_logp"]).square()
+
+
+@dataclass(frozen=True)
+class Absolute(Term):
+    '''A planted term with a value.'''
+
+    reads = ("value",)
+
+    def __call__(self, terms):
+        return (terms.value_M - terms.signals["return"]).abs().nan_to_num(nan=0.0)
+
+
+for kind, part in (("surrogate", Planted), ("credit", Rooted), ("ratio", HalvedRatio), ("weights", Flat)):
+    PARTS[kind][part.name] = part
+ALGORITHMS["planted"] = replace(ALGORITHMS["grpo"], name="planted", surrogate=Planted(), ratio=HalvedRatio(), weights=Flat())
+ALGORITHMS["taught"] = replace(ALGORITHMS["grpo"], name="taught", extra=(NearTeacher(),))
+ALGORITHMS["valued"] = replace(ALGORITHMS["grpo"], name="valued", extra=(Absolute(),))
 
 from groupwise.config.recipes import make_recipe
+from groupwise.config.schema import describe
 from groupwise.errors import ConfigError
 from groupwise.viewer.replays import checked, offered
 
@@ -269,6 +312,10 @@ print(json.dumps({
     "width": refused(objective="planted", group={"surrogate": {"widht": 2}}),
     "critic": refused(objective="grpo", group={"credit": "rooted", "group_size": 1}, critic={"lr": 0.1}),
     "without": refused(objective="grpo", group={"surrogate": "planted"}, critic={"lr": 0.1}),
+    "teacher": refused(objective="taught", teacher={"ema": 0.5}),
+    "untaught": refused(objective="planted", teacher={"ema": 0.5}),
+    "valued": refused(objective="valued", critic={"lr": 0.1}),
+    "config": [describe(key) for key in ("objective", "group.credit", "group.ratio", "group.surrogate", "group.weights")],
     "offered": offered(),
     "change": checked("objective=planted; group.surrogate.width=1"),
     "page": page(),
@@ -285,7 +332,10 @@ def test_what_is_planted_in_the_table_is_known_everywhere(tmp_path: Path) -> Non
     )
     told = json.loads(done.stdout)
     assert not told["torch"]
-    assert told["accepted"] == told["critic"] == ""
+    assert told["accepted"] == told["critic"] == told["teacher"] == told["valued"] == ""
+    assert "teacher is for those that learn from one" in told["untaught"]
+    planted = ("planted, taught, valued.", "rooted.", "halved.", "planted.", "flat.")
+    assert [name for name, text in zip(planted, told["config"], strict=True) if name not in text] == []
     assert "planted has no such keyword (it takes width) (did you mean width?)" in told["width"]
     assert "critic is for credits that ask one" in told["without"]
     assert "planted" in told["offered"]["objectives"]
@@ -293,4 +343,8 @@ def test_what_is_planted_in_the_table_is_known_everywhere(tmp_path: Path) -> Non
     assert "rooted" not in told["offered"]["parts"]["credit"], "it asks a critic, which a replay has not"
     assert told["change"] == ["objective=planted", "group.surrogate.width=1"]
     assert "| `planted(width=0.5)` | A planted surrogate. |" in told["page"]
+    assert "| `halved` | A planted ratio. |" in told["page"]
+    assert "| `flat` | Planted weights. |" in told["page"]
     assert "[`planted`](algorithms/planted.md)" in told["page"]
+    assert "`near_teacher(pull=0.5)`" in told["page"], "an extra term stands in its row"
+    assert "`absolute`" in told["page"]

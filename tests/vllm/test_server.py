@@ -180,7 +180,7 @@ def stops(engine: VllmEngine, rollouts: list[Rollout]) -> None:
 
 
 def test_a_wrong_temperature_is_found(engine: VllmEngine, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = VllmEngine._request
+    ask = VllmEngine._body
 
     def lie(*arguments: Any) -> dict[str, Any]:
         body = ask(*arguments)
@@ -188,7 +188,7 @@ def test_a_wrong_temperature_is_found(engine: VllmEngine, prompts: list[Prompt],
         return body
 
     list(agreeing(iter([step(draw(engine, prompts), engine.policy)]), engine))
-    monkeypatch.setattr(VllmEngine, "_request", lie)
+    monkeypatch.setattr(VllmEngine, "_body", lie)
     stops(engine, draw(engine, prompts))
 
 

@@ -17,8 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from groupwise.algorithms.divergences import Jsd
-from groupwise.algorithms.parts import MaybeAboveOne, MaybeNotNegative, NotNegative, Positive, Ratio, Surrogate, Term
+from groupwise.algorithms.parts import (
+    Divergence,
+    MaybeAboveOne,
+    MaybeCount,
+    MaybeNotNegative,
+    NotNegative,
+    Positive,
+    Ratio,
+    Share,
+    Surrogate,
+    Term,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -274,6 +284,21 @@ class ValueLoss(Term):
 
 
 @dataclass(frozen=True)
+class Jsd(Divergence):
+    """`beta KL(p || m) + (1 - beta) KL(q || m)`, `m = (1 - beta) q + beta p`: the generalised Jensen-Shannon divergence
+    (GKD, 2306.13649, eq. 1), `ops.distillation.jsd`.
+    """
+
+    beta: Share = 1.0
+    top_k: MaybeCount = None
+
+    def __call__(self, log_q_CV: Tensor, log_p_CV: Tensor) -> Tensor:
+        from groupwise.ops.distillation import jsd
+
+        return jsd(log_q_CV, log_p_CV, beta=self.beta, top_k=self.top_k)
+
+
+@dataclass(frozen=True)
 class TeacherDivergence(Term):
     """The divergence of the policy's next token from a teacher's, over the whole vocabulary.
 
@@ -281,7 +306,7 @@ class TeacherDivergence(Term):
     sampler's own log-prob.
     """
 
-    function: Callable[..., Any] = Jsd()  # noqa: RUF009 - frozen
+    function: Callable[..., Any] = Jsd()
     importance: bool = False
     reads = ("teacher",)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from groupwise.algorithms import advantages as credit
-from groupwise.algorithms import divergences, kl_estimators, losses
+from groupwise.algorithms import kl_estimators, losses
 from groupwise.algorithms import loss_weights as weights
 from groupwise.algorithms.parts import (
     Credit,
@@ -504,7 +504,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     "ratio": _by_name(Ratio, losses),
     "surrogate": _by_name(Surrogate, losses),
     "weights": _by_name(Weights, weights),
-    "divergence": _by_name(Divergence, divergences),
+    "divergence": _by_name(Divergence, losses),
     "filter": {},
     "kl": _by_name(Kl, kl_estimators),
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from groupwise.algorithms.divergences import Jsd
+from groupwise.algorithms.losses import Jsd
 from groupwise.algorithms.resolve import adapted, conflicts, part_problems
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.config.engines import ENGINES, engine_traits

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 from groupwise.errors import PeerError
 from groupwise.utils import threads
@@ -30,31 +30,14 @@ SILENCE = 15.0
 VERDICT, GONE = "verdict", b"gone"
 
 
-class Store(Protocol):
-    """What is used of torch's key-value stores."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write."""
-        ...
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Read; waits for keys that are not there."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """True if they are there."""
-        ...
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write if nobody did before; what is there then."""
-        ...
-
-
 class Watch:
     """Sends this process's heartbeats and watches those of the others."""
 
-    def __init__(self, store: Store, rank: int, size: int, advice: Callable[[], str], *, beat: float = BEAT) -> None:
-        """store: for this thread alone, each of its calls bounded by some seconds.   advice: what to do next, to say last."""
+    def __init__(self, store: Any, rank: int, size: int, advice: Callable[[], str], *, beat: float = BEAT) -> None:
+        """store: of torch, for this thread alone, each of its calls bounded by some seconds.
+
+        advice: what to do next, to say last.
+        """
         self.store, self.rank, self.advice, self.beat = store, rank, advice, beat
         self.watched = [other for other in range(size) if other != rank] if rank == 0 else [0]
         self._over = threading.Event()

@@ -1,14 +1,18 @@
-"""The conversations of completions, which every engine shares whose turns a world answers.
+"""The completions of one call of `generate`: the conversations whose turns a world answers, which every engine shares, and groups.
 
-An engine draws a turn and hands it over (`Conversations.turn`); when the world has answered, `Conversations.hear` puts the reply
-into the completion's stream: more tokens before the next turn, another context, or the end of the episode.
+An engine begins conversations (`Conversations.begin`), draws a turn and hands it over (`turn`).  When the world has answered,
+`heard` puts the reply into the completion's stream: more tokens before the next turn, another context, or the end of the episode.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, wait
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -21,19 +25,54 @@ from groupwise.rollout.engine import make_rollout, sequence_room
 CONVERSATIONS_PER_ROW = 4
 """Most conversations that have been begun and are not over, for each completion that an engine decodes at a time: what it keeps of
 the others takes memory."""
+One = TypeVar("One", bound=Stream)
 
 
-class Conversations:
+class Groups:
+    """Completions that have ended, until their groups are whole."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ended: dict[str, dict[int, Rollout]] = {}
+
+    def add(self, rollout: Rollout) -> list[tuple[Rollout, ...]]:
+        """Its group, ordered by index, if it was the last of it."""
+        group = self._ended.setdefault(rollout.prompt.id, {})
+        group[rollout.index] = rollout
+        if len(group) < self.size:
+            return []
+        del self._ended[rollout.prompt.id]
+        return [tuple(group[index] for index in range(self.size))]
+
+
+class Conversations(Generic[One]):
     """Those of one call of `generate`, as a context manager: all that were begun are closed when it is left."""
 
     def __init__(
-        self, policy: Policy, world: EpisodeWorld | None, sampling: Sampling, seed: int, *, keep_special_tokens: bool = False
+        self,
+        policy: Policy,
+        world: EpisodeWorld | None,
+        sampling: Sampling,
+        seed: int,
+        streams: Iterable[One] = (),
+        *,
+        rows: int,
+        keep_special_tokens: bool = False,
+        replied: Callable[[], None] = lambda: None,
     ) -> None:
+        """streams: the completions that a world answers.   rows: completions that the engine decodes at a time.
+
+        replied: called, in any thread, when a reply is there.
+        """
         self.policy, self.world, self.sampling, self.seed = policy, world, sampling, seed
-        self.keep_special_tokens = keep_special_tokens
+        self.rows, self.keep_special_tokens, self._replied = rows, keep_special_tokens, replied
+        self.unbegun = deque(streams)
+        """Completions whose conversations have not been begun."""
+        self.listening: list[One] = []
+        """Those that wait for the world."""
         self._open: dict[Stream, Conversation] = {}
 
-    def __enter__(self) -> Conversations:
+    def __enter__(self) -> Conversations[One]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -43,32 +82,46 @@ class Conversations:
             self._open.clear()
 
     @property
-    def open(self) -> int:
-        """How many have been begun and are not over."""
-        return len(self._open)
+    def unfinished(self) -> bool:
+        """True while a conversation has not been begun or is not over."""
+        return bool(self.unbegun or self._open)
 
-    def begin(self, one: Stream) -> None:
-        """Begin the conversation of a completion; its `reply` will say what stands before the first turn."""
-        assert self.world is not None and one.conversation is None
-        one.conversation = self._open[one] = self.world.begin(one, seed=self.seed)
-        one.reply = one.conversation.open()
+    def begin(self, most: float = math.inf) -> None:
+        """Begin at most so many conversations, as many as may be open; the world says what stands before their first turns."""
+        assert self.world is not None
+        while self.unbegun and most > 0 and len(self._open) < CONVERSATIONS_PER_ROW * self.rows:
+            one = self.unbegun.popleft()
+            one.conversation = self._open[one] = self.world.begin(one, seed=self.seed)
+            self._listen(one, one.conversation.open())
+            most -= 1
 
-    def turn(self, one: Stream, finish: Finish) -> None:
-        """The turn has ended; the completion's `reply` will say how it continues."""
+    def turn(self, one: One, finish: Finish) -> None:
+        """The turn has ended; the world says how the completion continues."""
         assert one.conversation is not None and one.reply is None
         one.end_turn(finish)
-        one.reply = one.conversation.answer()
+        self._listen(one, one.conversation.answer())
 
-    def hear(self, one: Stream, version: int) -> Rollout | None:
-        """Take the reply, which must be there; the record of a completion that is over with it, None of one that continues.
+    def _listen(self, one: One, reply: futures.Future[Reply]) -> None:
+        one.reply = reply
+        self.listening.append(one)
+        reply.add_done_callback(lambda _: self._replied())
 
-        version: of the weights at the moment.   Raises what the world failed with, and EngineError for a reply behind which nothing
-        can be drawn.
+    def heard(self, version: int, *, wait: bool = False) -> Iterator[tuple[One, Rollout | None]]:
+        """Take the replies that are there: completions, with the record of one that is over and None of one that continues.
+
+        version: of the weights at the moment.   wait: until a reply is there.
+        Raises what the world failed with, and EngineError for a reply behind which nothing can be drawn.
         """
-        assert one.reply is not None
-        reply, one.reply = one.reply.result(), None
-        finish = self._take(one, reply, version)
-        return None if finish is None else self.end(one, finish)
+        if wait:
+            await_one(self.listening)
+        there = [one.reply is not None and one.reply.done() for one in self.listening]
+        replied = list(itertools.compress(self.listening, there))
+        self.listening = [one for one, done in zip(self.listening, there, strict=True) if not done]
+        for one in replied:
+            assert one.reply is not None
+            reply, one.reply = one.reply.result(), None
+            finish = self._take(one, reply, version)
+            yield one, None if finish is None else self.end(one, finish)
 
     def _take(self, one: Stream, reply: Reply, version: int) -> Finish | None:
         """Go on as the reply says; or why it is over."""
@@ -118,4 +171,4 @@ class Conversations:
 
 def await_one(waiting: Iterable[Stream]) -> None:
     """Return when the reply to one of these is there."""
-    wait([one.reply for one in waiting if one.reply is not None], return_when=FIRST_COMPLETED)
+    futures.wait([one.reply for one in waiting if one.reply is not None], return_when=futures.FIRST_COMPLETED)

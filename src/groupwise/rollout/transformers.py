@@ -5,9 +5,8 @@ are in a batch, so nothing is padded: not every family gives a padded row the nu
 seeded generator of torch, so they depend on what else is in the batch: there are no random streams per completion.  A batch's seed
 names its first completion, whose prompt has another id at every visit.
 
-With a world turns are drawn one after another, each by a generator of its own, so that no interleaving changes an episode.  Keys
-and values are kept from turn to turn where all layers keep all of them; where a layer forgets (sliding windows) or keeps something
-else, every turn begins with a pass over all that stands before it.
+With a world turns are drawn one after another, each by a generator of its own, so that no interleaving changes an episode.  Every
+turn begins with a pass over all that stands before it.
 
 R rows of a batch   V vocabulary   T new tokens
 """
@@ -16,22 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.cache_utils import DynamicLayer
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from groupwise.environments.conversation import EpisodeWorld, Stream
@@ -41,7 +31,7 @@ from groupwise.models.moe import router_coefficient
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting, make_rollout
-from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Conversations, await_one
+from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.stopping import Stopping
 
 
@@ -69,17 +59,14 @@ class TransformersEngine(InProcess):
             yield from self._episodes(prompts, group_size, sampling, seed)
             return
         rows = [(prompt, index) for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size) for index in range(group_size)]
-        group: list[Rollout] = []
+        groups = Groups(group_size)
         while rows:
-            batch = rows[: self._fitting(rows, sampling)]
+            batch = rows[: self._fitting(rows)]
             for rollout in self._batch(batch, sampling, seed):
-                group.append(rollout)
-                if len(group) == group_size:
-                    yield tuple(group)
-                    group = []
+                yield from groups.add(rollout)
             rows = rows[len(batch) :]
 
-    def _fitting(self, rows: list[tuple[Prompt, int]], sampling: Sampling) -> int:
+    def _fitting(self, rows: list[tuple[Prompt, int]]) -> int:
         """How many of the first rows make a batch: those whose prompts are as long as the first."""
         length = rows[0][0].tokens.size
         alike = itertools.takewhile(lambda row: row[0].tokens.size == length, rows[: self.max_rows])
@@ -116,51 +103,27 @@ class TransformersEngine(InProcess):
 
     def _episodes(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> Iterator[tuple[Rollout, ...]]:
         """Turn by turn: whichever conversation has been answered is next."""
-        unbegun = deque(
-            Stream(prompt, index, completion_limit(self.policy, prompt, sampling))
-            for prompt in prompts
-            for index in range(group_size)
-        )
-        listening: list[Stream] = []
-        groups: dict[str, dict[int, Rollout]] = {prompt.id: {} for prompt in prompts}
-        caches: dict[Stream, tuple[np.ndarray | None, Any]] = {}
-        with Conversations(self.policy, self.world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations:
-            while unbegun or listening:
-                while unbegun and conversations.open < CONVERSATIONS_PER_ROW * self.max_rows:
-                    conversations.begin(one := unbegun.popleft())
-                    listening.append(one)
-                await_one(listening)
-                one = next(one for one in listening if one.reply is not None and one.reply.done())
-                listening.remove(one)
-                rollout = conversations.hear(one, self.version)
-                if rollout is None:
-                    context, cache = caches.pop(one, (one.context, None))
-                    drawn = self._turn(one, cache if context is one.context else None, sampling, seed)
-                    if (kept := _kept(drawn.cache)) is not None:
-                        caches[one] = one.context, kept
+        policy, groups = self.policy, Groups(group_size)
+        streams = [
+            Stream(prompt, index, completion_limit(policy, prompt, sampling)) for prompt in prompts for index in range(group_size)
+        ]
+        how = {"rows": self.max_rows, "keep_special_tokens": self.keep_special_tokens}
+        with Conversations(policy, self.world, sampling, seed, streams, **how) as conversations:
+            while conversations.unfinished:
+                conversations.begin()
+                for one, rollout in conversations.heard(self.version, wait=True):
+                    if rollout is not None:
+                        yield from groups.add(rollout)
+                        continue
+                    ids = torch.from_numpy(one.ids())[None].to(policy.device)
+                    drawn = self._draw(ids, [one.left], sampling, f"{seed}/{one.prompt.id}/{one.index}/{one.turn}")
+                    one.add(drawn.tokens[0], drawn.logp[0], self.version)
+                    one.support += drawn.support[0] if sampling.truncates else ()
                     conversations.turn(one, drawn.finish[0])
-                    listening.append(one)
-                    continue
-                caches.pop(one, None)
-                group = groups[one.prompt.id]
-                group[one.index] = rollout
-                if len(group) == group_size:
-                    yield tuple(group[index] for index in range(group_size))
-
-    def _turn(self, one: Stream, cache: Any, sampling: Sampling, seed: int) -> _Drawn:
-        """Draw the next turn of a conversation.   cache: keys and values of what stands before it, all or the first of them."""
-        ids = torch.from_numpy(one.ids())[None].to(self.policy.device)
-        drawn = self._draw(ids, [one.left], sampling, f"{seed}/{one.prompt.id}/{one.index}/{one.turn}", cache)
-        one.add(drawn.tokens[0], drawn.logp[0], self.version)
-        if sampling.truncates:
-            one.support += drawn.support[0]
-        return drawn
 
     @torch.no_grad()
-    def _draw(
-        self, ids: Tensor, limits: list[int], sampling: Sampling, seed: str, cache: Any = None, watch: ScoreWatch | None = None
-    ) -> _Drawn:
-        """What is drawn behind rows of ids (R, T), up to a limit for each.   cache: keys and values of their first tokens."""
+    def _draw(self, ids: Tensor, limits: list[int], sampling: Sampling, seed: str, watch: ScoreWatch | None = None) -> _Drawn:
+        """What is drawn behind rows of ids (R, T), up to a limit for each."""
         policy, model = self.policy, cast(Any, self.policy.model)
         stopping = Stopping(policy.eos_ids, sampling.stop, policy.tokenizer)
         drawn = _Drawn(stopping, limits, watch or ScoreWatch(), truncates=sampling.truncates)
@@ -177,11 +140,10 @@ class TransformersEngine(InProcess):
                 torch.random.fork_rng([device] if device.type == "cuda" else []),
             ):
                 torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
-                out: Any = model.generate(
+                model.generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),
                     **({"output_router_logits": False} if router_coefficient(policy) else {}),
-                    **({} if cache is None else {"past_key_values": cache}),
                     generation_config=_explicit(sampling, max(limits), policy.pad_id),
                     logits_processor=LogitsProcessorList([_KnownTokens(policy.vocabulary), *_warpers(sampling), drawn.watch]),
                     stopping_criteria=StoppingCriteriaList([drawn]),
@@ -190,7 +152,6 @@ class TransformersEngine(InProcess):
             model.generation_config = own_config
             for module in training:
                 module.training = True
-        drawn.cache = out.past_key_values
         return drawn
 
 
@@ -218,7 +179,6 @@ class _Drawn(StoppingCriteria):
         """For each token the ids that it could have been, where sampling truncates."""
         self.finish: dict[int, Finish] = {}
         """Why each row ended; it draws no further token."""
-        self.cache: Any = None
         self.watch = watch
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -238,12 +198,6 @@ class _Drawn(StoppingCriteria):
             if finish is not None:
                 self.finish[r] = finish
         return torch.tensor([r in self.finish for r in range(len(self._limits))], device=input_ids.device)
-
-
-def _kept(cache: Any) -> Any:
-    """A cache that the next turn can go on with: one that forgets nothing."""
-    plain = type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
-    return cache if plain else None
 
 
 def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
@@ -271,7 +225,6 @@ def _explicit(sampling: Sampling, most: int, pad_id: int) -> GenerationConfig:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=pad_id,
-        return_dict_in_generate=True,
     )
 
 

@@ -19,8 +19,7 @@ from groupwise.models.sharded import whole_policy
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
-from groupwise.rollout.engine import Engine
-from groupwise.rollout.gathered_weights import GatheredEngine
+from groupwise.rollout.engine import Engine, GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.rollout.transformers import TransformersEngine

@@ -54,11 +54,12 @@ class RecordedLoss:
     def by_sample(self, values_N: Tensor, elsewhere: float = 0.0) -> list[tuple[Sample, np.ndarray]]:
         """Numbers of the trained tokens as one array (n,) for each sample.   elsewhere: that of tokens that are not trained."""
         ends = np.cumsum([np.count_nonzero(sample.weight) for sample in self.samples])[:-1]
-        found = []
+        columns = []
         for sample, values in zip(self.samples, np.split(values_N.numpy(), ends), strict=True) if self.samples else ():
-            found.append((sample, np.full(sample.completion.size, elsewhere, values.dtype)))
-            found[-1][1][sample.weight != 0] = values
-        return found
+            column = np.full(sample.completion.size, elsewhere, values.dtype)
+            column[sample.weight != 0] = values
+            columns.append((sample, column))
+        return columns
 
     @cached_property
     def terms(self) -> Terms:

@@ -169,14 +169,14 @@ class _Meter:
         if policy.dtype != dtype or policy.autocast:
             model = cast(PreTrainedModel, cast(nn.Module, copy.deepcopy(policy.model)).to(dtype))
             policy = replace(policy, model=model, autocast=False)
-        found = []
+        every = []
         with plain_attention(policy.model) as model, policy.precision():
             for rollout in self.rollouts:
                 prompt = rollout.prompt.tokens
                 ids = torch.from_numpy(np.concatenate([prompt, rollout.tokens[:TOKENS]])).to(policy.device)
                 logits = model(input_ids=ids[None], use_cache=False).logits[0, prompt.size - 1 : -1, : policy.vocabulary]
-                found.append(logits.to(exact).cpu())
-        return found
+                every.append(logits.to(exact).cpu())
+        return every
 
     def _logp(
         self, logits: Sequence[Tensor] | None = None, *, temperature: float | None = None, truncation: Sampling | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from groupwise.models.policy import Policy
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import FusedLoss, PositionSupport, WholeLoss, chosen_logprobs
 from groupwise.records import Batch, Sample
-from groupwise.training.optimizer import StepStats
+from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -101,20 +101,8 @@ class Assessment:
     """Packed positions at a time that fitted into memory."""
 
 
-class Stepper(Protocol):
-    """The part of an optimizer that a step uses."""
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        ...
-
-    def step(self) -> StepStats:
-        """Take one optimizer step with the gradients that are there."""
-        ...
-
-
 def update(
-    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *optimizers: Stepper, budget: int, whole_groups: bool = False
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *optimizers: Optimizer, budget: int, whole_groups: bool = False
 ) -> Assessment:
     """One pass over the samples, at most `budget` positions at a time, backward too, and one step of each optimizer.
 

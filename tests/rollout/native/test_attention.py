@@ -6,8 +6,7 @@ import torch
 from groupwise.models.attention import PackedAttention
 from groupwise.ops.attention import Query, Reach
 from groupwise.records import Layout
-from groupwise.rollout.native.attention import Decode, Prefill
-from groupwise.rollout.native.kv_cache import KVCache
+from groupwise.rollout.native.attention import Decode, KVCache, Prefill
 
 HEADS, SHARED = 4, 2
 

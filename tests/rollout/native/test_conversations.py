@@ -20,10 +20,10 @@ from groupwise.models.attention import plain_attention
 from groupwise.ops import kernels
 from groupwise.ops.attention import Query, Reach
 from groupwise.records import Episode, Finish, Prompt, Sampling
+from groupwise.rollout import episodes
 from groupwise.rollout.native import engine as native
-from groupwise.rollout.native.attention import Extend, Prefill
+from groupwise.rollout.native.attention import Extend, KVCache, Prefill
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.native.kv_cache import KVCache
 
 DEEPSEEK = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 DEEPSEEK |= {"v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
@@ -296,7 +296,7 @@ def clocked(world, policy_of, monkeypatch):
         return commit(run, first, tokens, *rest, **options)
 
     monkeypatch.setattr(native._Run, "_commit", committed)
-    monkeypatch.setattr(native, "await_one", world.wait)
+    monkeypatch.setattr(episodes, "await_one", world.wait)
     policy = replace(policy_of("llama", dtype=torch.float32, context=512, hidden_size=64, head_dim=32), eos_ids=())
     return NativeEngine(policy, max_rows=32, world=world)
 
@@ -308,7 +308,7 @@ def test_no_conversation_waits_while_others_begin(policy_of, prompts_of, monkeyp
     for group in engine.generate(prompts_of(*(5,) * 16), group_size=32, sampling=Sampling(max_new_tokens=400), seed=1):
         assert all(rollout.finish is Finish.TURNS for rollout in group)
     assert world.now == 512 * 4 * 12
-    assert world.longest <= native.CONVERSATIONS_PER_ROW * 32 * 12, world.longest
+    assert world.longest <= episodes.CONVERSATIONS_PER_ROW * 32 * 12, world.longest
 
 
 @pytest.mark.parametrize("lengths", ["equal", "unequal"])

@@ -1,5 +1,11 @@
-"""Attention of the rollout engine: the prefill that keeps keys and values, the decode step over shared prompts, and what lies
-between them: several tokens at once behind what has been kept.
+"""The KV cache of the native engine and the attention over it: a prompt's keys and values once for its whole group, a completion's
+own beside it.
+
+Three kinds of tokens attend: those of prompts (`Prefill`), the next token of every row (`Decode`), and several at once behind what
+has been kept (`Extend`).  Recurrent layers have states in the place of keys and values, one of an entry: a completion begins with a
+copy of its prompt's.  Of both each layer has slabs whose live entries stand densely at the front, so that attention reads plain
+views: when an entry ends, the last one is moved into its place (one copy of one entry; every step reads all of them).  Slabs grow
+by doubling, so memory follows the longest living completion, not the longest allowed.
 
 A decoded token attends to its prompt and to its own completion; a prompt's keys are never copied per row.  Slabs that lie block by
 block are read by `decoding.decode_attention`, prompt by prompt.  Over others, as on GPUs, the two parts are computed apart and
@@ -7,13 +13,13 @@ merged by their log-sum-exps, which is exact: a prompt's keys meet the queries o
 heads all the query heads that share them.
 
 R rows (completions being decoded)   P live prompts   N most rows of a prompt   H query heads   K key-value heads   D head width
-T own tokens   M prompt tokens
+T own tokens, or an entry's capacity   M prompt tokens   E entries
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +30,179 @@ from groupwise.ops import decoding
 from groupwise.ops.attention import ALIGNED, EVERYTHING, Query, Reach, behind, bias_of, part
 from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.records import Layout
-from groupwise.rollout.native.kv_cache import KVCache, LayerCache, Place
+
+
+class LayerCache:
+    """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a row; widths may differ.
+
+    What `decoding.decode_attention` reads lies block by block, (E, K, T / block, block x D), and inside a block in an order of its
+    own.
+    """
+
+    def __init__(self, entries: int, tokens: int, like: Tensor, block: int = 1, like_value: Tensor | None = None) -> None:
+        """like: keys (..., K, D) whose heads, width, type and device the slab takes.   like_value: values, where they differ.
+        block: tokens that lie together; see `decoding.tokens_per_block`."""
+        self.block = block
+        self.like, self.like_value = (x.new_empty(0, *x.shape[-2:]) for x in (like, like if like_value is None else like_value))
+        # Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN.
+        self.key_EKTD, self.value_EKTD = (
+            x.new_zeros(entries, x.shape[-2], self.blocks(tokens), block * x.shape[-1]) for x in (self.like, self.like_value)
+        )
+
+    @property
+    def blocked(self) -> bool:
+        """True if it lies block by block."""
+        return self.block > 1
+
+    @property
+    def slab(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as they lie."""
+        return self.key_EKTD, self.value_EKTD
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that so many tokens fill."""
+        return -(-tokens // self.block)
+
+    def grow(self, entries: int, tokens: int) -> None:
+        """Raise the capacity; what is there stays."""
+        old_entries, _, old_blocks, _ = self.key_EKTD.shape
+        blocks = self.blocks(tokens)
+        if entries <= old_entries and blocks <= old_blocks:
+            return
+        for name in ("key_EKTD", "value_EKTD"):
+            old = getattr(self, name)
+            new = old.new_zeros(max(entries, old_entries), old.shape[1], max(blocks, old_blocks), old.shape[3])
+            new[:old_entries, :, :old_blocks] = old
+            setattr(self, name, new)
+
+    def write(self, first: int, key_NMKD: Tensor, value_NMKD: Tensor) -> None:
+        """Whole prompts: N entries from `first` on get tokens 0 .. M - 1."""
+        count, length = key_NMKD.shape[:2]
+        if self.blocked:
+            decoding.keep_entries(key_NMKD, value_NMKD, self.slab, first)
+        else:
+            self.key_EKTD[first : first + count, :, :length] = key_NMKD.transpose(1, 2)
+            self.value_EKTD[first : first + count, :, :length] = value_NMKD.transpose(1, 2)
+
+    def append(self, place: int | Tensor, key_RKD: Tensor, value_RKD: Tensor) -> None:
+        """One token for each of the first R entries: at the same place in all, or at `place[r]` (int64 (R,))."""
+        rows = key_RKD.shape[0]
+        if isinstance(place, int):
+            self.key_EKTD[:rows, :, place] = key_RKD
+            self.value_EKTD[:rows, :, place] = value_RKD
+        else:
+            row_R = torch.arange(rows, device=place.device)
+            self.key_EKTD[row_R, :, place] = key_RKD
+            self.value_EKTD[row_R, :, place] = value_RKD
+
+    def extend(self, entry: int, first: int, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        """Tokens of one entry from its place `first` on; not of a slab that lies block by block."""
+        places = slice(first, first + key_TKD.shape[0])
+        self.key_EKTD[entry, :, places] = key_TKD.transpose(0, 1)
+        self.value_EKTD[entry, :, places] = value_TKD.transpose(0, 1)
+
+    def move(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
+        """Copy the first `tokens` tokens of entries to other entries' places, (source, target) by pair."""
+        blocks = self.blocks(tokens)
+        for slab in (self.key_EKTD, self.value_EKTD):
+            for source, target in moves:
+                slab[target, :, :blocks] = slab[source, :, :blocks]
+
+    def view(self, entries: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first entries, (entries, K, tokens, D); no copy."""
+        return self.key_EKTD[:entries, :, :tokens], self.value_EKTD[:entries, :, :tokens]
+
+
+Place = tuple[int, int]
+"""Names a recurrent layer's state: see `models.recurrence.Recurrent`."""
+
+
+class Kept(NamedTuple):
+    """What is kept of one entry."""
+
+    layers: dict[int, tuple[Tensor, Tensor]]
+    """Keys and values by layer, as they lie in its slabs."""
+    states: dict[Place, Tensor]
+
+
+class KVCache:
+    """Keys and values of all layers for one kind of entry (prompts, or completions), and how many of them live."""
+
+    def __init__(self, entries: int, tokens: int, *, most_tokens: int) -> None:
+        """For `entries` of `tokens` at first; growing stops at `most_tokens`."""
+        self.capacity = [entries, tokens]
+        self.most_tokens = most_tokens
+        self.live = 0
+        self.layers: dict[int, LayerCache] = {}
+        self.states: dict[Place, Tensor] = {}
+        """Of recurrent layers: the entries' states (E, ...)."""
+
+    def layer(self, layer: int, like: Tensor, block: int = 1, like_value: Tensor | None = None) -> LayerCache:
+        """The slab of a layer, made when its first keys and values (..., K, D) arrive: layers may differ in shape, and in who
+        reads them."""
+        slab = self.layers.get(layer)
+        if slab is None:
+            slab = self.layers[layer] = LayerCache(self.capacity[0], self.capacity[1], like, block, like_value)
+        return slab
+
+    def state(self, place: Place, like: Tensor) -> Tensor:
+        """The states of all entries, made when the first one arrives.   like: states (..., of an entry)."""
+        if place not in self.states:
+            self.states[place] = like.new_zeros(self.capacity[0], *like.shape[1:])
+        return self.states[place]
+
+    def reserve(self, entries: int, tokens: int) -> None:
+        """Grow, by doubling, to hold so much."""
+        assert tokens <= self.most_tokens
+        while self.capacity[0] < entries:
+            self.capacity[0] *= 2
+        while self.capacity[1] < tokens:
+            self.capacity[1] = min(2 * self.capacity[1], self.most_tokens)
+        for slab in self.layers.values():
+            slab.grow(*self.capacity)
+        for place, old in self.states.items():
+            if old.shape[0] < self.capacity[0]:
+                self.states[place] = torch.cat([old, old.new_zeros(self.capacity[0] - old.shape[0], *old.shape[1:])])
+
+    def take(self, entry: int, tokens: int) -> Kept:
+        """A copy of an entry's first tokens, by layer."""
+        kept = Kept({}, {place: slab[entry].clone() for place, slab in self.states.items()})
+        for layer, slab in self.layers.items():
+            blocks = slab.blocks(tokens)
+            kept.layers[layer] = (slab.key_EKTD[entry, :, :blocks].clone(), slab.value_EKTD[entry, :, :blocks].clone())
+        return kept
+
+    def put(self, entry: int, kept: Kept) -> None:
+        """What `take` has copied becomes an entry's first tokens, which are within its capacity."""
+        for layer, (key_KTD, value_KTD) in kept.layers.items():
+            slab, blocks = self.layers[layer], key_KTD.shape[1]
+            slab.key_EKTD[entry, :, :blocks], slab.value_EKTD[entry, :, :blocks] = key_KTD, value_KTD
+        for place, state in kept.states.items():
+            self.states[place][entry] = state
+
+    def drop(self, ended: Sequence[int], tokens: int) -> list[int]:
+        """Remove entries.  Returns the new order: entry i is what was entry `order[i]`; `tokens`: longest that is kept."""
+        order = dense_order(self.live, ended)
+        moved = [(source, target) for target, source in enumerate(order) if source != target]
+        self.live = len(order)
+        for slab in self.layers.values():
+            slab.move(moved, tokens)
+        for states in self.states.values():
+            for source, target in moved:
+                states[target] = states[source]
+        return order
+
+
+def dense_order(count: int, ended: Sequence[int]) -> list[int]:
+    """The entries that stay, last ones moved into the gaps.
+
+    >>> dense_order(6, [1, 4])
+    [0, 5, 2, 3]
+    """
+    gone = set(ended)
+    staying = count - len(gone)
+    movers = iter([i for i in range(staying, count) if i not in gone])
+    return [next(movers) if i in gone else i for i in range(staying)]
 
 
 class Prefill:
@@ -102,29 +280,48 @@ class TokenAttend:
 
 
 class Decode(TokenAttend):
-    """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its own completion."""
+    """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its own completion.
 
-    def __init__(self, prompts: KVCache, own: KVCache, device: torch.device) -> None:
+    Who belongs to whom is written to the device once for an arrangement of rows, in one copy.  With a fixed size everything that
+    changes between tokens stays at its place, as what a CUDA graph repeats must.
+    """
+
+    def __init__(self, prompts: KVCache, own: KVCache, device: torch.device, size: tuple[int, int, int] | None = None) -> None:
+        """size: rows R, prompts P and rows of a prompt N that are computed, at least those that there are; None: those."""
         assert device.type not in ALIGNS or not (prompts.most_tokens % ALIGNED or own.most_tokens % ALIGNED)
-        self.prompts, self.own, self.device = prompts, own, device
+        self.prompts, self.own, self.device, self.size = prompts, own, device, size
+        self._numbers: Tensor | None = None
 
     def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
-        """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
-        self.prompt_length_P, self.length_R = list(prompt_length_P), list(length_R)
-        self.entry_R = list(entry_R)
-        self.rows_P: list[list[int]] = [[] for _ in prompt_length_P]
+        """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens.
+
+        Rows behind them, up to a fixed size, write into entries of their own, which nobody reads.
+        """
+        self.prompt_length_P, self.entry_R, self.length_R = list(prompt_length_P), list(entry_R), list(length_R)
+        self.rows_P: list[list[int]] = [[] for _ in range(self.size[1] if self.size else len(prompt_length_P))]
+        place_R = []
         for row, entry in enumerate(entry_R):
+            place_R.append(len(self.rows_P[entry]))
             self.rows_P[entry].append(row)
-        self.longest_prompt = self._places(max(prompt_length_P))
-        self._index: dict[int, tuple[Tensor, Tensor]] = {}
-        self._made: dict[str, Tensor] = {}
-        self._rows = decoding.Rows(self.rows_P, prompt_length_P)
-        self._length_R = torch.tensor(self.length_R, device=self.device)
         position_R = [prompt_length_P[entry] + length - 1 for entry, length in zip(entry_R, length_R, strict=True)]
-        self.position_R = torch.tensor(position_R, device=self.device)
-        self._uniform = len(set(length_R)) == 1
-        rows = len(self.entry_R)
-        self._segments = Segments(range(rows), [1] * rows, rows)
+        rows, entries, members = self.size or (len(entry_R), len(prompt_length_P), max(map(len, self.rows_P)))
+        columns = (
+            *((length_R, rows, 0), (position_R, rows, -1), (entry_R, rows, 0), (place_R, rows, 0), (prompt_length_P, entries, 1)),
+            *((of_prompt, members, 0) for of_prompt in self.rows_P),
+        )
+        numbers = torch.tensor([n for column, size, filler in columns for n in (*column, *[filler] * (size - len(column)))])
+        if self.size is None or self._numbers is None:
+            self._numbers = numbers.to(self.device)
+        else:
+            self._numbers.copy_(numbers)
+        counts = (rows, rows, rows, rows, entries, entries * members)
+        self._length_R, self.position_R, self._entry_R, self._place_R, self._end_P, member_PN = self._numbers.split(counts)
+        self._member_PN = member_PN.view(entries, members)
+        self._rows = decoding.Rows(self.rows_P, prompt_length_P)
+        self._segments = Segments(range(len(entry_R)), [1] * len(entry_R), len(entry_R))
+        self._uniform = self.size is None and len(set(length_R)) == 1
+        self.longest_prompt = self.prompts.capacity[1] if self.size else self._places(max(prompt_length_P))
+        self._index: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _states(self, place: Place) -> Tensor:
         """Of the rows, before their new tokens: of a row without any other its prompt's."""
@@ -139,12 +336,16 @@ class Decode(TokenAttend):
 
     def next(self) -> Tensor:
         """Begin a step: every row has one token more.  Returns the positions (R,) of the new tokens."""
-        self.length_R = [length + 1 for length in self.length_R]
-        self.longest = max(self.length_R)
-        self.places = self._places(self.longest)
-        self.own.reserve(len(self.length_R), self.places)
-        self._length_R = self._length_R + 1
-        self.position_R = self.position_R + 1
+        self._length_R += 1
+        self.position_R += 1
+        if self.size is None:
+            self.length_R = [length + 1 for length in self.length_R]
+            self.longest = max(self.length_R)
+            self.places = self._places(self.longest)
+            self.own.reserve(len(self.length_R), self.places)
+        else:  # of what a graph repeats the capacity is there, and all of it is read
+            self.longest = self.places = self.own.capacity[1]
+            self._index = {}
         self._own_bias: dict[Reach, Tensor | None] = {}
         self._prompt_bias: dict[tuple[Reach, int], Tensor | None] = {}
         return self.position_R
@@ -183,34 +384,15 @@ class Decode(TokenAttend):
             self._bias_of_prompt(reach, heads // shared, query_RHD.dtype),
         )
 
-    def _once(self, name: str, make: Callable[[], list[Any]]) -> Tensor:
-        """A tensor that holds until the next arrangement: on CUDA copying it from the host waits for the device."""
-        if name not in self._made:
-            self._made[name] = torch.tensor(make(), device=self.device)
-        return self._made[name]
-
-    def _member_PN(self) -> Tensor:
-        """The rows of each prompt.  Prompts with fewer live rows than others compute some row 0 again; nothing reads that."""
-        most = max(map(len, self.rows_P))
-        return self._once("members", lambda: [rows + [0] * (most - len(rows)) for rows in self.rows_P])
-
-    def _place_R2(self) -> tuple[Tensor, Tensor]:
-        """The prompt of each row, and the row's place among those of its prompt (R,)."""
-        places = {row: (entry, place) for entry, rows in enumerate(self.rows_P) for place, row in enumerate(rows)}
-        entry_R, place_R = self._once("places", lambda: list(zip(*(places[row] for row in range(len(places))), strict=True)))
-        return entry_R, place_R
-
-    def _length_P(self) -> Tensor:
-        """Tokens of each prompt."""
-        return self._once("prompt ends", lambda: self.prompt_length_P)
-
     def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
-        """Rows x heads -> prompts x heads x members, and back."""
+        """Rows x heads -> prompts x heads x members, and back.
+
+        A prompt with fewer live rows than others computes some row 0 again; nothing reads that.
+        """
         if shared not in self._index:
             head_K = torch.arange(shared, device=self.device)
-            member_PN, (entry_R, place_R) = self._member_PN(), self._place_R2()
-            to_prompt = member_PN[:, None, :] * shared + head_K[None, :, None]
-            from_prompt = (entry_R[:, None] * shared + head_K[None]) * member_PN.shape[1] + place_R[:, None]
+            to_prompt = self._member_PN[:, None, :] * shared + head_K[None, :, None]
+            from_prompt = (self._entry_R[:, None] * shared + head_K[None]) * self._member_PN.shape[1] + self._place_R[:, None]
             self._index[shared] = (to_prompt.flatten(), from_prompt.flatten())
         return self._index[shared]
 
@@ -223,10 +405,10 @@ class Decode(TokenAttend):
 
     def _bias_of_prompt(self, reach: Reach, queries: int, dtype: torch.dtype) -> Tensor | None:
         if (reach, queries) not in self._prompt_bias:
-            bias = None
-            if reach != EVERYTHING or min(self.prompt_length_P) < self.longest_prompt:
-                position_PN = self.position_R[self._member_PN()]
-                bias = prompt_bias(self._length_P(), self.longest_prompt, position_PN, reach.span(position_PN), queries, dtype)
+            plain = self.size is None and min(self.prompt_length_P) == self.longest_prompt and reach == EVERYTHING
+            position_PN = self.position_R[self._member_PN]
+            span = reach.span(position_PN)
+            bias = None if plain else prompt_bias(self._end_P, self.longest_prompt, position_PN, span, queries, dtype)
             self._prompt_bias[reach, queries] = bias
         return self._prompt_bias[reach, queries]
 

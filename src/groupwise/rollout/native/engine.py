@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -34,12 +35,10 @@ from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
-from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Conversations, await_one
-from groupwise.rollout.native.attention import Extend, Prefill, whole
-from groupwise.rollout.native.decode import NextToken
+from groupwise.rollout.episodes import Conversations, Groups
+from groupwise.rollout.native.attention import Extend, Kept, KVCache, Prefill, whole
+from groupwise.rollout.native.decode import NextToken, TokenDecode
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
-from groupwise.rollout.native.graphs import GraphDecode
-from groupwise.rollout.native.kv_cache import Kept, KVCache
 from groupwise.rollout.stopping import Stopping
 
 PREFILL_TOKENS = 8192
@@ -121,9 +120,9 @@ class NativeEngine(InProcess):
         `STEPS` - 1 tokens more than the group's last.
         """
         check_request(self.policy, prompts, group_size, sampling)
-        with Conversations(self.policy, self.world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations:
-            with fitting(self.max_rows):
-                run = _Run(self, prompts, group_size, sampling, seed, conversations)
+        with fitting(self.max_rows):
+            run = _Run(self, prompts, group_size, sampling, seed)
+        with run.conversations:
             while run.unfinished:
                 with fitting(self.max_rows), self._sampling():
                     finished = run.advance()
@@ -157,36 +156,10 @@ class _Past:
     """Final hidden state of its last token, while it has an entry."""
 
 
-@dataclass(slots=True, eq=False)
-class _Group:
-    """A prompt on its way through the engine."""
-
-    past: _Past
-    unfinished: int
-    """Completions that have not ended, waiting ones included."""
-    rollouts: list[Rollout | None]
-    contexts: dict[bytes, _Past] = field(default_factory=dict)
-    """Contexts that its completions are drawn behind instead."""
-
-    def end(self, row: _Row, rollout: Rollout) -> list[tuple[Rollout, ...]]:
-        """One of its completions is over.  Returns the group, if it was the last."""
-        self.rollouts[row.index] = rollout
-        self.unfinished -= 1
-        row.past.users -= 1
-        return [] if self.unfinished else [tuple(one for one in self.rollouts if one is not None)]
-
-    def past_of(self, tokens: np.ndarray) -> _Past:
-        """Its prompt, or one of its contexts, by the tokens."""
-        if np.array_equal(tokens, self.past.tokens):
-            return self.past
-        return self.contexts.setdefault(tokens.tobytes(), _Past(tokens, 0))
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Row(Stream):
     """A completion being decoded."""
 
-    group: _Group
     past: _Past
     kept: int = 0
     """Own tokens whose keys and values are in `aside`, of a row without a place in the stores."""
@@ -288,42 +261,34 @@ class _Rows:
 
 
 class _Run:
-    """One call of `generate`: conversations begin, listen to their world, wait for a place, and live."""
+    """One call of `generate`: completions wait for a place, live, and with a world listen to it between turns."""
 
     forward: RolloutForward
-    decode: GraphDecode
+    decode: TokenDecode
     places: int
     """Rows that may live at the same time."""
 
-    def __init__(
-        self,
-        engine: NativeEngine,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        conversations: Conversations,
-    ) -> None:
+    def __init__(self, engine: NativeEngine, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
         self.engine, self.policy, self.sampling, self.seed = engine, engine.policy, sampling, seed
-        self.conversations, self.world, self.device = conversations, engine.world, engine.policy.device
+        self.world, self.device = engine.world, engine.policy.device
         self.stopping = Stopping(self.policy.eos_ids, sampling.stop, self.policy.tokenizer)
-        self.unfinished = len(prompts)
+        self.unfinished, self.groups = len(prompts), Groups(group_size)
         self.prepared: int | None = None
-        self.unbegun: deque[_Row] = deque()
-        """Conversations that have not been begun."""
-        self.listening: list[_Row] = []
-        """Rows that wait for the world."""
-        self.waiting: deque[_Row] = deque()
-        """Rows that wait for a place."""
+        self.pasts = {(prompt.id, prompt.tokens.tobytes()): _Past(prompt.tokens, group_size) for prompt in prompts}
+        """What completions are drawn behind, by prompt and ids."""
         rows = [
-            _Row(prompt=prompt, index=index, limit=engine.limit(prompt, index, sampling), group=group, past=group.past)
+            _Row(prompt=prompt, index=index, limit=engine.limit(prompt, index, sampling), past=past)
             for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size)
-            for group in [_Group(_Past(prompt.tokens, group_size), group_size, [None] * group_size)]
+            for past in [self.pasts[prompt.id, prompt.tokens.tobytes()]]
             for index in range(group_size)
         ]
+        self.waiting = deque(rows if self.world is None else ())
+        """Rows that wait for a place."""
+        streams = () if self.world is None else rows
+        how = {"rows": engine.max_rows, "keep_special_tokens": engine.keep_special_tokens}
+        self.conversations = Conversations(self.policy, self.world, sampling, seed, streams, **how)
         if not rows:
             return
-        (self.waiting if self.world is None else self.unbegun).extend(rows)
         self.positions = max(row.prompt.tokens.size + row.limit for row in rows)
         longest, most = max(row.limit for row in rows), rows[-1].prompt.tokens.size
         most_of_prompt, most_own = most, longest
@@ -352,28 +317,17 @@ class _Run:
 
     def _listen(self) -> list[tuple[Rollout, ...]]:
         """Begin conversations for rows that would be free, and take the replies that are there; without any other work, wait."""
-        rows, idle = self.engine.max_rows, not self.rows.live and not self.waiting
-        taken = len(self.rows.live) + len(self.waiting) + sum(not row.tokens for row in self.listening)
-        while self.unbegun and (taken < rows or idle) and self.conversations.open < CONVERSATIONS_PER_ROW * rows:
-            row = self.unbegun.popleft()
-            self.conversations.begin(row)
-            self.listening.append(row)
-            taken += 1
-        if idle:
-            await_one(self.listening)
+        talks, idle = self.conversations, not self.rows.live and not self.waiting
+        taken = len(self.rows.live) + len(self.waiting) + sum(not row.tokens for row in talks.listening)
+        talks.begin(math.inf if idle else self.engine.max_rows - taken)
         finished: list[tuple[Rollout, ...]] = []
-        heard: list[_Row] = []
-        still: list[_Row] = []
-        for row in self.listening:
-            (heard if row.reply is not None and row.reply.done() else still).append(row)
-        self.listening = still
-        for row in heard:
-            rollout = self.conversations.hear(row, self.engine.version)
+        for row, rollout in talks.heard(self.engine.version, wait=idle):
             if rollout is None:
                 self._follow(row)
                 self.waiting.append(row)
             else:
-                finished += row.group.end(row, rollout)
+                row.past.users -= 1
+                finished += self.groups.add(rollout)
         if finished:
             self._leave([])
         return finished
@@ -384,7 +338,7 @@ class _Run:
             return
         row.past.users -= 1
         row.kept, row.aside = 0, None
-        row.past = row.group.past_of(row.behind)
+        row.past = self.pasts.setdefault((row.prompt.id, row.behind.tobytes()), _Past(row.behind, 0))
         row.past.users += 1
         row.context = row.past.tokens
         needed = row.past.tokens.size + row.limit - row.begin
@@ -403,7 +357,7 @@ class _Run:
         if self.prompts.pasts and type(self.forward) is not before:
             raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
         stores = self.prompts.store, self.rows.store
-        self.decode = GraphDecode(self.forward, self.sampling, *stores, self.device, vocabulary=self.policy.vocabulary)
+        self.decode = TokenDecode(self.forward, self.sampling, *stores, self.device, vocabulary=self.policy.vocabulary)
         self.places = self.engine.max_rows
         if self.world is not None and self.forward.decoder is not None:
             self.places = min(self.places, TURNS * torch.get_num_threads())
@@ -418,7 +372,7 @@ class _Run:
 
     def _admit(self) -> list[tuple[Rollout, ...]]:
         """Give free rows to waiting completions and draw their first tokens, or the first of their next turns."""
-        if self.world is not None and not self.unbegun:
+        if self.world is not None and not self.conversations.unbegun:
             # Once all conversations have begun, the shortest go first, so that they end together with the long ones.  Until then
             # rows are served in the order in which they came: the shortest first would let new ones overtake the long ones.
             self.waiting = deque(sorted(self.waiting, key=lambda row: len(row.tokens)))
@@ -498,11 +452,11 @@ class _Run:
             if finish is not None:
                 ended.append(r)
                 if self.world is None:
-                    finished += row.group.end(row, self.conversations.end(row, finish))
+                    row.past.users -= 1
+                    finished += self.groups.add(self.conversations.end(row, finish))
                 else:
                     row.kept, row.aside = row.own - 1, self.rows.store.take(r, row.own - 1)
                     self.conversations.turn(row, finish)
-                    self.listening.append(row)
         if ended:
             self._leave(ended)
         elif changed:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import math
 import secrets
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from groupwise.models.shape import Shape
 from groupwise.models.sharded import gathered
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
-from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Conversations
+from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.vllm.colocated import Colocated
 from groupwise.rollout.vllm.request_pool import RequestPool
@@ -188,26 +187,25 @@ class VllmEngine:
         if self.world is not None:
             yield from self._episodes(self.world, prompts, group_size, sampling, seed, oldest)
             return
-        bodies = {prompt.id: self._request(prompt, group_size, sampling, seed) for prompt in prompts}
-        found = {prompt.id: prompt for prompt in prompts}
-        rows = sum(int(one["rows"]) for one in self.servers.facts)
-        # One request more than fits keeps every row busy.
-        each = min(-(-rows // group_size) // len(self.servers.facts) + 1, max(1, len(prompts)))
-        for who, name, answer in self._answers(bodies, each):
-            yield self._group(who, found[name], answer, group_size, sampling, oldest)
+        by_id = {prompt.id: prompt for prompt in prompts}
+        count, bodies = 1 if sampling.greedy else group_size, {}
+        for prompt in prompts:
+            drawn = int(stream_keys(seed, prompt.id, [0])[0] >> np.uint64(16))  # vLLM adds the index
+            limit = completion_limit(self.policy, prompt, sampling)
+            bodies[prompt.id] = self._body(prompt.tokens, count, limit, drawn, sampling)
+        for who, name, answer in self._answers(bodies, group_size):
+            yield self._group(who, by_id[name], answer, group_size, sampling, oldest)
 
     def _episodes(
         self, world: EpisodeWorld, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, oldest: int
     ) -> Iterator[tuple[Rollout, ...]]:
         """Turn by turn, as many at a time as the servers decode."""
-        found = {
+        streams = {
             f"{index}/{prompt.id}": Stream(prompt, index, completion_limit(self.policy, prompt, sampling))
             for prompt in prompts
             for index in range(group_size)
         }
-        unbegun = deque(found)
-        groups: dict[str, dict[int, Rollout]] = {prompt.id: {} for prompt in prompts}
-        rows = [int(facts["rows"]) for facts in self.servers.facts]
+        rows, groups = [int(facts["rows"]) for facts in self.servers.facts], Groups(group_size)
         urls = [
             client.url
             for place in range(max(rows))
@@ -215,34 +213,32 @@ class VllmEngine:
             if place < room
         ]
         with (
-            Conversations(self.policy, world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations,
-            self._pool(urls[: len(found)]) as pool,
+            self._pool(urls[: len(streams)]) as pool,
+            Conversations(
+                self.policy,
+                world,
+                sampling,
+                seed,
+                streams.values(),
+                rows=sum(rows),
+                keep_special_tokens=self.keep_special_tokens,
+                replied=pool.wake,
+            ) as conversations,
         ):
-
-            def listen(name: str) -> None:
-                reply = found[name].reply
-                assert reply is not None
-                reply.add_done_callback(lambda _: pool.tell(name))
-
-            while unbegun or conversations.open:
-                while unbegun and conversations.open < CONVERSATIONS_PER_ROW * sum(rows):
-                    conversations.begin(found[name := unbegun.popleft()])
-                    listen(name)
+            while conversations.unfinished:
+                conversations.begin()
                 who, name, answer = pool.take()
-                one = found[name]
                 if who:
+                    one = streams[name]
                     (choice,) = self._choices(who, one.prompt, answer, 1, sampling, one.left, oldest)
                     one.add(choice.tokens, choice.logp, choice.version(self._run).tolist())
                     one.support += choice.support if sampling.truncates else ()
                     conversations.turn(one, choice.finish(self.policy.eos_ids))
-                    listen(name)
-                elif (rollout := conversations.hear(one, self._held or 0)) is None:
-                    pool.put(name, self._turn(one, sampling, seed))
-                else:
-                    group = groups[one.prompt.id]
-                    group[one.index] = rollout
-                    if len(group) == group_size:
-                        yield tuple(group[index] for index in range(group_size))
+                for one, rollout in conversations.heard(self._held or 0):
+                    if rollout is None:
+                        pool.put(f"{one.index}/{one.prompt.id}", self._turn(one, sampling, seed))
+                    else:
+                        yield from groups.add(rollout)
 
     def _turn(self, one: Stream, sampling: Sampling, seed: int) -> dict[str, Any]:
         """The body of a request for the next turn of a conversation."""
@@ -255,11 +251,13 @@ class VllmEngine:
         key = stream_keys(seed, f"{one.prompt.id}/{one.turn}", [one.index])
         return self._body(ids, 1, one.left, int(key[0] >> np.uint64(16)), sampling)
 
-    def _answers(self, bodies: Mapping[str, Any], each: int) -> Iterator[Answer]:
-        """The answers to requests.  each: how many are at one server at a time."""
+    def _answers(self, bodies: Mapping[str, Any], group_size: int) -> Iterator[Answer]:
+        """The answers to requests, each of which is for a group."""
         if isinstance(self.servers, Colocated):
             yield from self.servers.answers(bodies)
             return
+        rows = sum(int(one["rows"]) for one in self.servers.facts)
+        each = -(-rows // group_size) // len(self.servers.facts) + 1  # one request more than fits keeps every row busy
         urls = [client.url for client in self.servers.clients for _ in range(each)]
         with self._pool(urls[: len(bodies)]) as pool:
             for name, body in bodies.items():
@@ -300,12 +298,6 @@ class VllmEngine:
     def _candidates(self, sampling: Sampling) -> int:
         """How many of the likeliest tokens are asked for beside each drawn one.  Twice top_k: it keeps ties with the k-th."""
         return min(2 * sampling.top_k, self.policy.vocabulary) if sampling.truncates else 0
-
-    def _request(self, prompt: Prompt, group_size: int, sampling: Sampling, seed: int) -> dict[str, Any]:
-        """The body of a request for a group."""
-        drawn = int(stream_keys(seed, prompt.id, [0])[0] >> np.uint64(16))  # vLLM adds the index
-        count = 1 if sampling.greedy else group_size
-        return self._body(prompt.tokens, count, completion_limit(self.policy, prompt, sampling), drawn, sampling)
 
     def _body(self, ids: np.ndarray, count: int, limit: int, seed: int, sampling: Sampling) -> dict[str, Any]:
         """The body of a request: every setting that changes what is drawn, said in full."""

@@ -79,16 +79,16 @@ class RequestPool:
         self._left += 1
         self._todo.put((name, body))
 
-    def tell(self, name: str) -> None:
-        """Let `take` return this name, with nobody and nothing beside it.  From any thread."""
-        self._done.put(("", name, None))
+    def wake(self) -> None:
+        """Let `take` return, with nobody's answer.  From any thread."""
+        self._done.put(("", "", None))
 
     def __iter__(self) -> Iterator[Answer]:
         while self._left:
             yield self.take()
 
     def take(self) -> Answer:
-        """Wait for the next answer, or for what `tell` is called with.  Raises PeerError for a server that is gone or hangs."""
+        """Wait for the next answer, or for `wake`.  Raises PeerError for a server that is gone or hangs."""
         while True:
             try:
                 answer = self._done.get(timeout=POLL)
