@@ -31,6 +31,17 @@ def test_calls_are_read_in_the_form_of_the_template_that_wrote_the_prompt(chat_t
     assert response.message["tool_calls"][0]["function"]["name"] == "add"
 
 
+def test_what_looks_like_a_call_is_text_where_a_request_has_no_tools(chat_tokenizer: Any, end_id: int) -> None:
+    codec = ChatCodec(chat_tokenizer, (end_id,))
+    request = read_chat_request({"messages": [{"role": "user", "content": "2+3"}]})
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    turn = chat_tokenizer(call, add_special_tokens=False)
+    response = codec.read(SampledTokens([*turn["input_ids"], end_id], [], Finish.EOS, 0), request, thinking=False, stop=())
+    assert response.finish_reason == "stop"
+    assert response.message["content"] == call
+    assert not response.message.get("tool_calls")
+
+
 @pytest.mark.parametrize(
     "brought",
     [
