@@ -69,19 +69,9 @@ def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[st
         problems.append(Problem(root.place(()).where, f"a recipe is a mapping of keys to values, got {schema.show(root.values)}"))
         root.values = {}
     if not root.values and problems:
-        _refuse(name, problems)
-    documents = stage_documents(root, read_overrides(overrides, problems), problems)
-    readable = len(problems)
-    recipes = {stage: _valid(document, problems) for stage, document in documents.items()}
-    if len(problems) > readable:
-        _refuse(name, problems)
-    staged, earlier = "stages" in root.values, []
-    for stage, recipe in recipes.items():
-        before = f"stage {stage}: " if len(recipes) > 1 else ""
-        problems += _broken_rules(recipe, documents[stage], earlier, before)
-        earlier += [stage] if staged else []
-    if problems:
-        _refuse(name, problems)
+        raise ConfigError(_listed(name, problems))
+    documents, staged = stage_documents(root, read_overrides(overrides, problems), problems), "stages" in root.values
+    recipes = _checked(name, documents, problems, staged=staged)
     if not staged:
         return {recipe.objective: recipe for recipe in recipes.values()}
     return {stage: dataclasses.replace(recipe, name=f"{recipe.name}/{stage}") for stage, recipe in recipes.items()}
@@ -110,11 +100,7 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
             stages = ", ".join(document.values["stages"] or ()) if isinstance(document.values["stages"], dict | None) else ""
             raise ConfigError(f"{name} holds the stages {stages}: load_stages gives them one by one, each a recipe")
     document = overlaid(in_full(document), in_full(Document(_lists(keys))))
-    readable = len(problems)
-    recipe = _valid(document, problems)
-    problems += [] if len(problems) > readable else _broken_rules(recipe, document, earlier)
-    if problems:
-        _refuse(name, problems)
+    recipe = _checked(name, {"": document}, problems, earlier)[""]
     objects: dict[str, str] = {text: text for text in _texts(document.values) if isinstance(text, Live)}
     return with_texts(recipe, lambda _, text: objects.get(text, text))  # a recipe is checked as plain text
 
@@ -201,21 +187,10 @@ def parse_recorded(text: str, name: str, overrides: Sequence[str] = ()) -> Recip
     """
     root, problems = parse(text, name)
     if problems or not isinstance(root.values, dict) or "stages" in root.values:
-        _refuse(name, problems or [Problem(name, "not the config.yaml of a run")])
+        raise ConfigError(_listed(name, problems or [Problem(name, "not the config.yaml of a run")]))
     changes = read_overrides(overrides, problems)
-    document = stage_documents(root, changes, problems)[""]
-    recipe = _valid(document, problems)
-    if not problems:
-        changed = tuple(f"{'.'.join(path)}." for path, _ in changes)
-        broken = validate_recipe(recipe)
-        problems += [Problem("", says) for keys, says in broken if any(f"{key}.".startswith(changed) for key in keys)]
-    if problems:
-        _refuse(name, problems)
-    return recipe
-
-
-def _refuse(name: str, problems: Sequence[Problem]) -> None:
-    raise ConfigError(_listed(name, problems))
+    changed = tuple(f"{'.'.join(path)}." for path, _ in changes)
+    return _checked(name, stage_documents(root, changes, problems), problems, changed=changed)[""]
 
 
 def _listed(name: str, problems: Sequence[Problem]) -> str:
@@ -252,6 +227,34 @@ def with_lines(path: str | Path, overrides: Sequence[str] = (), stage: str | Non
 
 
 # ---------------------------------------------------------------- building
+
+
+def _checked(
+    name: str,
+    documents: Mapping[str, Document],
+    problems: list[Problem],
+    earlier: Sequence[str] = (),
+    *,
+    staged: bool = False,
+    changed: tuple[str, ...] | None = None,
+) -> dict[str, Recipe]:
+    """The recipes of documents by stage.  Raises ConfigError with all wrong values, or, once there are none, all broken rules.
+
+    problems: those of the texts.   earlier: stages that run before.   staged: the documents are stages, in order.
+    changed: only rules about what begins so count; default: all.
+    """
+    readable = len(problems)
+    recipes = {stage: _valid(document, problems) for stage, document in documents.items()}
+    for stage, recipe in recipes.items() if len(problems) == readable else ():
+        document, before = documents[stage], f"stage {stage}: " if len(recipes) > 1 else ""
+        for keys, message in validate_recipe(recipe, earlier):
+            if changed is None or any(f"{key}.".startswith(changed) for key in keys):
+                path = next((path for path in map(_path, keys) if document.holds(path)), _path(keys[0]))
+                problems.append(Problem(document.place(path).where, before + message))
+        earlier = [*earlier, *([stage] if staged else [])]
+    if problems:
+        raise ConfigError(_listed(name, problems))
+    return recipes
 
 
 @cache
@@ -293,16 +296,6 @@ def _known_path(document: Document, loc: tuple[str | int, ...]) -> tuple[str | i
         if setting is not None or in_list or in_mapping:
             path = (*path, part)
     return path
-
-
-def _broken_rules(recipe: Recipe, document: Document, earlier: Sequence[str], before: str = "") -> list[Problem]:
-    """What is wrong with the values of a recipe together.   before: what each message begins with."""
-    problems = []
-    for keys, message in validate_recipe(recipe, earlier):
-        paths = [_path(key) for key in keys]
-        path = next((path for path in paths if document.holds(path)), paths[0])
-        problems.append(Problem(document.place(path).where, before + message))
-    return problems
 
 
 def _path(key: str) -> tuple[str | int, ...]:

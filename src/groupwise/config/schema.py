@@ -156,30 +156,21 @@ def _meanings() -> dict[tuple[str, str], str]:
     return meanings
 
 
-def fields_of(section: type) -> dict[str, Setting]:
-    """The keys of one section, by their own (not dotted) names."""
-    hints = typing.get_type_hints(section, include_extras=True)
-    fields = {}
-    for field in dataclasses.fields(section):
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        inner = _dataclass_in(hints[field.name])
-        meaning = _meanings().get((section.__name__, field.name)) or (_meanings()[inner.__name__, ""] if inner else "")
-        fields[field.name] = Setting(field.name, hints[field.name], default, " ".join(meaning.split()))
-    return fields
-
-
 @cache
 def settings_table() -> dict[str, Setting]:
     """Every key of a recipe by dotted name, sections included, in the order of settings.py."""
 
     def walk(section: type, prefix: str) -> Iterator[Setting]:
-        for name, setting in fields_of(section).items():
-            key = prefix + name
+        hints = typing.get_type_hints(section, include_extras=True)
+        for field in dataclasses.fields(section):
+            key, hint = prefix + field.name, hints[field.name]
+            default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+            inner = _dataclass_in(hint)
+            meaning = _meanings().get((section.__name__, field.name)) or (_meanings()[inner.__name__, ""] if inner else "")
             names = f" Built in: {', '.join(NAMES[key])}." if key in NAMES else ""
-            yield dataclasses.replace(setting, key=key, meaning=setting.meaning + names)
-            if setting.section:
-                many = typing.get_origin(setting.hint) is tuple
-                yield from walk(setting.section, f"{key}.N." if many else f"{key}.")
+            yield Setting(key, hint, default, " ".join(meaning.split()) + names)
+            if inner:
+                yield from walk(inner, f"{key}.N." if typing.get_origin(hint) is tuple else f"{key}.")
 
     return {setting.key: setting for setting in walk(settings.Recipe, "")}
 

@@ -70,7 +70,7 @@ TASKS: Mapping[str, str] = {
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 """Endings of files of rows."""
 
-Dashboard = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+BoardName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Where metrics may be sent, by the name of the package that does it, which is also the name of Groupwise's extra."""
 ControlTokens = Literal["warn", "plain", "drop", "error"]
 """What becomes of control tokens in the text of messages."""
@@ -517,7 +517,7 @@ class SaveSettings:
     """Newest checkpoints to keep."""
     rollouts_every: Count = 1
     """Write every group of every this many steps to `rollouts/`; 0: never."""
-    report_to: tuple[Dashboard, ...] = ()
+    report_to: tuple[BoardName, ...] = ()
     """Dashboards that get the metrics too, and where they have tables the group of each recorded step whose rewards differ most:
     TensorBoard (files in the run folder), Weights & Biases, MLflow, Trackio.  Project and server come from their own environment
     variables (WANDB_PROJECT, MLFLOW_TRACKING_URI ...); metrics.jsonl is always written."""

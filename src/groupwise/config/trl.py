@@ -19,7 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
-from groupwise.config.settings import DATA_SUFFIXES, REWARDS, Dashboard
+from groupwise.config.settings import DATA_SUFFIXES, REWARDS, BoardName
 from groupwise.config.trl_arguments import KINDS, Configuration, Fate, RewardModel, mapping_of, short
 from groupwise.utils.spelling import closest
 
@@ -93,7 +93,7 @@ def _texts(value: Any) -> list[str]:
 
 def _boards(report: Any) -> list[str]:
     """The dashboards of `report_to` that there are."""
-    return [board for board in _texts(report or []) if board in get_args(Dashboard)]
+    return [board for board in _texts(report or []) if board in get_args(BoardName)]
 
 
 def _mapping(value: Any) -> dict[str, Any]:
