@@ -124,7 +124,7 @@ def test_the_mathematics_is_pure() -> None:
             assert {part_of(module) for module in own_imports(name)} <= {"algorithms", "ops", "records", "errors", "utils"}, name
 
 
-REPORTS_KERNELS = {"proof.cache", "runs.prepare", "runs.starts"}
+REPORTS_KERNELS = {"proof.cache", "runs.prepare", "runs.folder"}
 """What tells a user whether there are compiled kernels, and why not."""
 
 
@@ -157,7 +157,7 @@ PROGRAMS = {
     "environments.programs": "a harness that is a program",
     "models.package": "pip",
     "rollout.vllm.server": "vLLM's server",
-    "runs.starts": "git",
+    "runs.folder": "git",
     "viewer.replays": "a replay, as the command does it",
 }
 """Modules that start programs which are not this library's workers, and what they start."""
@@ -271,7 +271,7 @@ WRITES = {
     ("runs.folder", "open"): "a lock",
     ("runs.log", "open"): "lines that are appended",
     ("runs.log", "os.replace"): "a damaged file, out of the way",
-    ("runs.starts", "os.replace"): "a damaged file, out of the way",
+    ("runs.folder", "os.replace"): "a damaged file, out of the way",
     ("runs.run_files", "open"): "lines that are appended",
     ("runs.checkpoint", "write_text"): "inside of a folder from `files.new_folder`, which is synced as a whole",
     ("models.sharded", "write_text"): "the same",

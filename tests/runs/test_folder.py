@@ -21,10 +21,9 @@ from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import Recipe, SaveSettings
 from groupwise.errors import ConfigError, DataError, RunError, StorageError
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
-from groupwise.runs.folder import Lock, anew, choose_folder, finished, in_use, list_runs
+from groupwise.runs.folder import Lock, anew, choose_folder, environment, finished, in_use, list_runs
 from groupwise.runs.log import RunLog
 from groupwise.runs.recorded import list_rollouts, read_metrics, read_step
-from groupwise.runs.starts import environment
 
 
 @pytest.fixture

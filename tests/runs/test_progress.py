@@ -70,7 +70,6 @@ def test_v5_hostile_text_is_shown_not_obeyed(payload: str) -> None:
     progress = Progress(1, title=payload, console=out)
     progress.plan([("task", payload)])
     progress.update(step(1, payload, reward=1.0))
-    progress.note(payload)
     progress.summary([(payload, payload)])
     shown = file.getvalue()
     assert escaped(payload) in shown
@@ -189,7 +188,7 @@ def test_nothing_is_wrapped_where_there_is_no_terminal(tmp_path: Path, monkeypat
             progress.update(
                 step(number, reward=1.0, entropy=0.5, kl=0.1, **{"tokens/per_second": 1e4, "completions/duplicates": 1.0})
             )
-        progress.summary([("model", "y" * 200)], sample=False)
+        progress.summary([("model", "y" * 200)])
     lines = (tmp_path / "log").read_text().splitlines()
     assert [line for line in lines if line.startswith(("memory", "data"))] == [
         "memory  about " + "many words " * 39 + "many words ", "data    " + "x" * 300,
@@ -223,7 +222,7 @@ def test_a_short_run_compares_different_steps() -> None:
         progress = Progress(count, console=shown)
         for number in range(1, count + 1):
             progress.update(step(number, reward=0.5))
-        progress.summary(sample=False)
+        progress.summary()
         assert all(column in text.getvalue() for column in columns)
 
 
@@ -234,7 +233,7 @@ def test_the_evaluation_before_step_1_is_no_step_of_the_table() -> None:
         progress.update(
             step(number, reward=float(number)) if number else Step(number=0, metrics={}, evaluation={"eval/greedy": 0.5})
         )
-    progress.summary(sample=False)
+    progress.summary()
     assert all(column in text.getvalue() for column in ("steps 1-2", "steps 3-4"))
 
 

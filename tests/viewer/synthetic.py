@@ -15,10 +15,9 @@ from groupwise.data import vocabulary
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
 from groupwise.runs import recorded
-from groupwise.runs.folder import CONFIG, DONE
+from groupwise.runs.folder import CONFIG, DONE, ENVIRONMENT
 from groupwise.runs.recorded import METRICS, TOKENS
 from groupwise.runs.run_files import CHECKSUMS, RunFiles
-from groupwise.runs.starts import ENVIRONMENT
 
 HOSTILE = (
     "<script>window.pwned = 1</script>",

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,7 +132,7 @@ def score_file(
 
     Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve, RewardError for bad results.
     """
-    read, source, others = _rows(expanded(path), steps)
+    read, source, further = _rows(expanded(path), steps)
     found = read.renamed(columns or {}).first(limit)
     rows, names = list(found), [found.where(i) for i in range(len(found))]
     for name, row in zip(names, rows, strict=True):
@@ -141,7 +140,7 @@ def score_file(
     present = list(dict.fromkeys(column for row in rows for column in row))
     settings = [RewardSettings(function=one) if isinstance(one, str) else one for one in functions]
     rewards, calls = [], list[TimedCall]()
-    scorer, present = _built(settings, present, others)
+    scorer, present = _built(settings, present, further)
     with scorer:
         groups = _groups(rows)
         for begin, end in groups:
@@ -164,17 +163,19 @@ def score_file(
         )
 
 
-def _built(settings: Sequence[RewardSettings], present: list[str], others: Iterable[list[str]]) -> tuple[Rewards, list[str]]:
-    """The functions, and the columns that they may ask for: those of the rows, and as far as a function needs them the others."""
-    others = iter(others)
-    while True:
-        try:
-            return build_rewards(settings, columns=[one for one in present if one not in TOKEN_COLUMNS]), present
-        except ConfigError as error:
-            more = next((found for found in others if not set(found) <= set(present)), None) if NO_COLUMN in str(error) else None
-            if more is None:
-                raise
-            present = list(dict.fromkeys([*present, *more]))
+def _built(settings: Sequence[RewardSettings], present: list[str], further: Callable[[], list[str]]) -> tuple[Rewards, list[str]]:
+    """The functions, and the columns that they may ask for: those of the rows, else those of the run's other rows too."""
+
+    def build(columns: list[str]) -> Rewards:
+        return build_rewards(settings, columns=[one for one in columns if one not in TOKEN_COLUMNS])
+
+    try:
+        return build(present), present
+    except ConfigError as error:
+        more = list(dict.fromkeys([*present, *further()])) if NO_COLUMN in str(error) else present
+        if more == present:
+            raise
+        return build(more), more
 
 
 def visible(text: str, width: int) -> str:
@@ -206,9 +207,9 @@ def _summary(name: str, column: np.ndarray) -> list[str]:
     return [f"{visible(name, 60)}: {stats}", *bars]
 
 
-def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str, Iterable[list[str]]]:
+def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str, Callable[[], list[str]]]:
     """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled.  And what was read,
-    and the columns of the run's other rows.
+    and a way to the columns of the run's other rows.
 
     Raises ConfigError for steps of what is no run, or that it did not record.
     """
@@ -224,30 +225,28 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str, I
             raise ConfigError(f"--steps are those of a run, and {path} is none that has recorded any")
         rows = read_rows(str(path))
         if not len(rows) or not set(rows[0]) >= RECORDED:
-            return rows, str(path), ()
-        return _recorded(rows), str(path), _golds_of(origin_of(path))
+            return rows, str(path), list
+        return _recorded(rows), str(path), lambda: _golds_of(origin_of(path))
     chosen = [max(have)] if steps is None else [step for step in have if any(step in part for part in steps)]
     all_of = f"recorded are {len(have)} steps from {min(have)} to {max(have)}"
     if not chosen:
         raise ConfigError(f"{run.folder} has no such step; {all_of}")
     tables = [SourceRows(name=str(run.folder / have[step]), rows=recorded.table(run, step).to_pylist()) for step in chosen]
-    rows = [row for found in tables for row in found]
+    rows = [row for table in tables for row in table]
     name = tables[0].name if len(tables) == 1 else str(run.folder / recorded.ROLLOUTS)
     which = f"step {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
-    others = [step for step in reversed(have) if step not in chosen]
-    more = chain((_columns_of(recorded.table(run, step, ["row"])) for step in others), _golds_of(home))
-    return _recorded(SourceRows(name=name, rows=rows)), f"{run.folder}, {which} ({all_of}; --steps chooses)", more
+
+    def further() -> list[str]:
+        texts = {text for step in have for text in recorded.table(run, step, ["row"]).column("row").unique().to_pylist()}
+        return [*_golds_of(home), *dict.fromkeys(column for text in sorted(texts) for column in json.loads(text))]
+
+    return _recorded(SourceRows(name=name, rows=rows)), f"{run.folder}, {which} ({all_of}; --steps chooses)", further
 
 
-def _columns_of(table: Any) -> list[str]:
-    """The data's columns in the rows of a recorded step."""
-    return list(dict.fromkeys(column for row in table.column("row").unique().to_pylist() for column in json.loads(row)))
-
-
-def _golds_of(origin: Origin | None) -> list[list[str]]:
-    """The column that a run's own functions compare with, which the rows that it recorded may all lack."""
+def _golds_of(origin: Origin | None) -> list[str]:
+    """The columns that a run's own functions compare with, which the rows that it recorded may all lack."""
     named = [one for one in (origin.recipe.rewards if origin is not None else ()) if one.function in VERDICTS]
-    return [[str(one.args.get("column", GOLD_COLUMNS[0]))] for one in named]
+    return [str(one.args.get("column", GOLD_COLUMNS[0])) for one in named]
 
 
 def _recorded(rows: SourceRows) -> SourceRows:

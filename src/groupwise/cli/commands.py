@@ -74,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         kind = ConfigError if isinstance(error, ConfigError) else type(error)  # Problems are several of them
-        _tell(_as_options("\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", ())])))
+        text = "\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", ())])
+        for keyword, option in OPTIONS.items():
+            text = text.replace(keyword, option)
+        _tell(text)
         if error.everywhere:
             from groupwise.distributed import comm
 
@@ -144,12 +147,6 @@ OPTIONS = {
     "rewards=[FUNCTION]": "--reward NAME",
 }
 """Keywords as errors of the library name them -> options of the commands."""
-
-
-def _as_options(text: str) -> str:
-    for keyword, option in OPTIONS.items():
-        text = text.replace(keyword, option)
-    return text
 
 
 def _tell(text: str, before: str = "") -> None:

@@ -59,14 +59,19 @@ def run(options: argparse.Namespace) -> int:
     target = Path(options.to or source.name)
     if target.is_dir():
         target /= source.name
-    if target.exists():
-        raise ConfigError(f"{target} exists already; name another file: groupwise recipes copy {options.name} OTHER.yaml")
-    try:
-        files.write(target, source.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}; name another file") from error
+    _write(target, source.read_bytes(), f"copy {options.name}")
     print(f"{target}: edit it, then run `groupwise train {target}`")
     return 0
+
+
+def _write(target: Path, content: bytes, action: str) -> None:
+    """Write a new file.   action: what was typed, for the message of one that is there."""
+    if target.exists():
+        raise ConfigError(f"{target} exists already; name another file: groupwise recipes {action} OTHER.yaml")
+    try:
+        files.write(target, content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; name another file") from error
 
 
 def _import(name: str | None, to: str | None, devices: int, kind: str | None) -> int:
@@ -81,13 +86,7 @@ def _import(name: str | None, to: str | None, devices: int, kind: str | None) ->
     if to is None:
         print(found.render(), end="")
         return 0
-    target = Path(to)
-    if target.exists():
-        raise ConfigError(f"{target} exists already; name another file: groupwise recipes import-trl {name} OTHER.yaml")
-    try:
-        files.write(target, found.render().encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}; name another file") from error
+    _write(Path(to), found.render().encode(), f"import-trl {name}")
     print(found.summary())
-    print(f"{target}: read its comments, then run `groupwise train {target} --dry-run`")
+    print(f"{to}: read its comments, then run `groupwise train {to} --dry-run`")
     return 0

@@ -25,7 +25,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -36,7 +36,6 @@ from torch import Tensor
 
 from groupwise.distributed import comm, fsdp, sharded_checkpoint
 from groupwise.errors import CheckpointError, GroupwiseError, RunError, StorageError
-from groupwise.models.policy import Policy
 from groupwise.models.saving import save_to_resume
 from groupwise.models.sharded import own_parts, write_parts
 from groupwise.runs.folder import FINAL, check_final
@@ -79,19 +78,20 @@ def save(
     """Write the checkpoint of a step into a run folder and return its path; saving a step twice does nothing.
 
     policy_writer: fills the (existing, empty) folder that it is given with the model, e.g. by `save_pretrained`.
-    state: see `write_state`.   tensors: by name, which `read_tensors` reads into others.
+    state: what JSON holds (keys are texts; NaN and infinities too), and bytes.
+    tensors: by name, which `read_tensors` reads into others.
     keep: newest checkpoints that stay.   policy_bytes: what the writer will write, if known, to refuse a full disk beforehand.
     Raises StorageError if the disk is full, read-only or gone (nothing half-written stays), CheckpointError for a state that
     cannot be kept.
     """
     tensors = {name: _apart(tensor) for name, tensor in (tensors or {}).items()}
-    _encode(state)  # refused before anything is written
+    text = _encode(state)  # refused before anything is written
     temporary = begin(folder, step, policy_bytes + sum(tensor.nbytes for tensor in tensors.values()))
 
     def write() -> None:
         assert temporary is not None
         policy_writer(temporary / "policy")
-        write_state(temporary, state)
+        (temporary / "trainer" / STATE).write_text(text, encoding="utf-8")
         save_file(tensors, temporary / "trainer" / TENSORS)
 
     if temporary is not None:
@@ -150,21 +150,15 @@ def complete(
             files.write(folder / LATEST, f"{place(folder, step).name}\n".encode())
             _rotate(folder, step, keep)
 
-    with _storing(temporary) if rank == 0 else nullcontext():
-        together(write)
-        listed = together(lambda: [name for name, _ in _files(temporary)] if rank == 0 else [])[0]
-        fingerprints = together(lambda: {name: files.fingerprint(temporary / name) for name in listed[rank::size]})
-        together(name)
-
-
-@contextmanager
-def _storing(temporary: Path) -> Iterator[None]:
-    """While a checkpoint is written: if that fails nothing of it stays, and a disk that is at fault is named (StorageError)."""
     try:
         with _storage(temporary.parent):
-            yield
+            together(write)
+            listed = together(lambda: [name for name, _ in _files(temporary)] if rank == 0 else [])[0]
+            fingerprints = together(lambda: {name: files.fingerprint(temporary / name) for name in listed[rank::size]})
+            together(name)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -176,15 +170,9 @@ def _rotate(folder: Path, step: int, keep: int) -> None:
         files.remove(path)
 
 
-def write_state(temporary: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of a checkpoint that was begun: what JSON holds (keys are texts; NaN and infinities too), and bytes.
-
-    Numbers come back to the bit, tuples as lists.   Raises CheckpointError for anything else.
-    """
-    (temporary / "trainer" / STATE).write_text(_encode(state), encoding="utf-8")
-
-
 def _encode(state: Mapping[str, Any]) -> str:
+    """State as JSON, whose numbers come back to the bit, and tuples as lists.  Raises CheckpointError for what it cannot hold."""
+
     def encoded(value: object) -> dict[str, str]:
         if not isinstance(value, bytes):
             kind = type(value)
@@ -268,32 +256,24 @@ class Saver:
             return
         policy, tensors = self.job.policy, self.job.tensors()
         weights = sum(parameter.nbytes for parameter in policy.model.parameters())
-        if not policy.sharded:
-            write = partial(
-                save,
-                self.folder,
-                step,
-                policy_writer=partial(save_to_resume, policy),
-                state=state,
-                tensors=tensors,
-                keep=self.keep,
-                policy_bytes=weights,
-            )
-            if not alone:
-                comm.from_first(write)
-            elif comm.world().first:
-                write()
-            set_failure_hint(latest(self.folder) if alone else place(self.folder, step))
-            self._saved = step
+        if policy.sharded:
+            self._begin(step, _encode(state), tensors, weights)
             return
-        needed = weights + sum(tensor.nbytes for tensor in tensors.values())
-        temporary = comm.from_first(lambda: begin(self.folder, step, needed))
-        if temporary is not None:
-            parts = own_parts(policy)
-            staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
-            group = comm.open_aside()
-            work = (temporary, step, dict(state), policy, parts, staged, group)
-            self._writing = threads.begin(lambda: self._write(*work), "checkpoint")
+        write = partial(
+            save,
+            self.folder,
+            step,
+            policy_writer=partial(save_to_resume, policy),
+            state=state,
+            tensors=tensors,
+            keep=self.keep,
+            policy_bytes=weights,
+        )
+        if not alone:
+            comm.from_first(write)
+        elif comm.world().first:
+            write()
+        self._note(step, latest(self.folder) if alone else place(self.folder, step))
 
     def wait(self) -> None:
         """Return when everything is on the disk.  Raises StorageError or PeerError if it could not be written."""
@@ -301,26 +281,31 @@ class Saver:
         if writing is not None:
             writing.result()
 
-    def _write(
-        self,
-        temporary: Path,
-        step: int,
-        state: Mapping[str, Any],
-        policy: Policy,
-        parts: Mapping[str, Tensor],
-        staged: sharded_checkpoint.Staged,
-        group: Any,
-    ) -> None:
-        here = comm.world()
+    def _begin(self, step: int, state: str, tensors: Mapping[str, Tensor], weights: int) -> None:
+        """Copy what this process holds of a sharded job, and begin to write it in the background."""
+        here, policy = comm.world(), self.job.policy
+        needed = weights + sum(tensor.nbytes for tensor in tensors.values())
+        temporary = comm.from_first(lambda: begin(self.folder, step, needed))
+        if temporary is None:
+            return
+        parts = own_parts(policy)
+        staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
+        group = comm.open_aside()
 
         def write() -> None:
             staged.write(group)
             write_parts(policy, temporary / "policy", parts)
             if here.first:
-                write_state(temporary, state)
+                (temporary / "trainer" / STATE).write_text(state, encoding="utf-8")
 
-        complete(temporary, step, write, keep=self.keep, rank=here.rank, size=here.size, together=_together)
-        set_failure_hint(place(self.folder, step))
+        def work() -> None:
+            complete(temporary, step, write, keep=self.keep, rank=here.rank, size=here.size, together=_together)
+            self._note(step, place(self.folder, step))
+
+        self._writing = threads.begin(work, "checkpoint")
+
+    def _note(self, step: int, newest: Path | None) -> None:
+        set_failure_hint(newest)
         self._saved = step
 
 

@@ -1,7 +1,7 @@
 """The run folder: everything about a run that is kept, in files that others can read while it trains (by `run_files`).
 
     config.yaml               resolved recipe, secrets redacted
-    environment.json          one entry per start: versions, git commit, hardware
+    environment.json          one entry per start: versions, command, git commit, hardware, and why it ended
     metrics.jsonl             one line a step
     rollouts/000012.parquet   one row per completion of that step
     evaluations/              the same of the held-out prompts, where there were evaluations
@@ -22,11 +22,15 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,9 +40,9 @@ from groupwise.config.strict_yaml import parse
 from groupwise.errors import CheckpointError, ConfigError, RunError, StorageError
 from groupwise.runs.recorded import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles, bounded_json
-from groupwise.runs.starts import attempts_of
 from groupwise.utils import files
 from groupwise.utils.files import expanded
+from groupwise.utils.secrets import redacted_command
 from groupwise.utils.terminal import logger
 
 log = logger("groupwise")
@@ -297,6 +301,106 @@ def standing(run: RunFiles) -> tuple[str, str]:
 def list_runs(root: Path) -> list[Path]:
     """The run folders under `root` (runs, and the stages of runs), sorted by name."""
     return sorted(path.parent for path in {*Path(root).glob(f"*/{CONFIG}"), *Path(root).glob(f"*/*/{CONFIG}")})
+
+
+# ---------------------------------------------------------------- the starts of a run
+
+
+ENVIRONMENT = "environment.json"
+PACKAGES = (
+    "groupwise",
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "datasets",
+    "numpy",
+    "pyarrow",
+    "math-verify",
+    "peft",
+)
+
+
+def attempts_of(run: RunFiles) -> list[dict[str, Any]]:
+    """The starts of a run, by `environment.json`; none if there is no such file.  Raises RunError."""
+    if not run.has(ENVIRONMENT):
+        return []
+    found = run.json(ENVIRONMENT)
+    attempts = found.get("attempts") if isinstance(found, dict) else None
+    if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
+        raise RunError(f"{run.folder / ENVIRONMENT} holds no attempts")
+    return attempts
+
+
+def add_start(run: RunFiles, done: int) -> None:
+    """Add this start to those that are there; a file that cannot be read is put aside."""
+    try:
+        attempts = attempts_of(run)
+    except RunError as error:
+        attempts, aside = [], run.folder / "environment.damaged.json"
+        os.replace(run.folder / ENVIRONMENT, aside)
+        log.warning("%s: it is %s now, and begun anew", error, aside.name)
+    _write_attempts(run, [*attempts, {"after_step": done, **environment()}])
+
+
+def _write_attempts(run: RunFiles, attempts: Sequence[Mapping[str, Any]]) -> None:
+    run.write(ENVIRONMENT, json.dumps({"attempts": attempts}, indent=1).encode())
+
+
+def environment() -> dict[str, Any]:
+    """Versions, command, commit and hardware of this process.  No environment variable is ever recorded."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    facts: dict[str, Any] = {
+        "time": time.time(),
+        "command": redacted_command(sys.argv),
+        "versions": versions,
+        "git": _commit(Path(__file__).parent),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+    if (torch := sys.modules.get("torch")) is not None:  # only if the run uses it: importing it here would cost seconds
+        facts["torch_threads"] = torch.get_num_threads()
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if not facts["gpus"]:
+            from groupwise.ops.kernels import absence
+
+            facts["kernels"] = absence() or "compiled"
+    return facts
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit(folder: Path) -> str | None:
+    """The git commit of a checkout, with `+` behind it if files differ; None outside of one."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def record_end(folder: Path, why: str) -> None:
+    """Note beside a run's last start why it ended.  A disk that does not take it is no matter: the run has ended."""
+    run = RunFiles(folder)
+    with suppress(RunError, OSError):
+        if attempts := attempts_of(run):
+            _write_attempts(run, [*attempts[:-1], {**attempts[-1], "ended": why}])
 
 
 # ---------------------------------------------------------------- the run that a path belongs to

@@ -21,10 +21,9 @@ from groupwise.data.rollout_table import jsonable
 from groupwise.records import Scored, Step
 from groupwise.runs import recorded
 from groupwise.runs.dashboards import Dashboards
-from groupwise.runs.folder import CONFIG, DONE
+from groupwise.runs.folder import CONFIG, DONE, add_start
 from groupwise.runs.recorded import METRICS, ROLLOUTS, TOKENS, LogReader
 from groupwise.runs.run_files import RunFiles
-from groupwise.runs.starts import add_start
 from groupwise.utils import files
 from groupwise.utils.terminal import json_line, logger
 

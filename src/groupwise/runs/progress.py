@@ -163,21 +163,15 @@ class Progress:
             parts += [f"eval {name} {value:.3f}" for name, value in shown.items() if "/" not in name]
         return safe("  ".join(parts))
 
-    def note(self, text: str, style: str = "") -> None:
-        """Print a line above the live line."""
-        self.console.print(safe(text, style=style))
-
     def stop(self) -> None:
         """Take the live line away.  Safe to call twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def summary(self, rows: Plan = (), *, sample: bool = True) -> None:
-        """The end of the run: first and last figures side by side, `rows` of the caller's, warnings, one completion.
-
-        sample: show the best and the worst completion of the last step.
-        """
+    def summary(self, rows: Plan = ()) -> None:
+        """The end of the run: first and last figures side by side, `rows` of the caller's, warnings, and the best and the worst
+        completion of the last step."""
         self.stop()
         if self._history and not self._quiet:
             self.console.print(self._table(rows))
@@ -185,7 +179,7 @@ class Progress:
             self.plan(rows)
         for warning in flags(self._history):
             self.console.print(safe(f"! {warning}", style="yellow"), soft_wrap=self._plain)
-        if sample and not self._quiet and self._last is not None and self._last.groups:
+        if not self._quiet and self._last is not None and self._last.groups:
             self._sample(self._last)
 
     def _table(self, rows: Plan) -> Table:

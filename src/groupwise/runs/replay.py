@@ -29,13 +29,22 @@ from groupwise.records import Scored, Step
 from groupwise.rewards.compose import combine
 from groupwise.rollout.dynamic_sampling import Collected
 from groupwise.runs import checkpoint
-from groupwise.runs.folder import CONFIG, FINAL, LARGEST_CONFIG, REFERENCE, Origin, check_reference
+from groupwise.runs.folder import (
+    CONFIG,
+    ENVIRONMENT,
+    FINAL,
+    LARGEST_CONFIG,
+    REFERENCE,
+    Origin,
+    attempts_of,
+    check_reference,
+    environment,
+)
 from groupwise.runs.job import Learner, make_learner
 from groupwise.runs.policies import hold
 from groupwise.runs.prepare import algorithm_of, blueprint_of, modelled
 from groupwise.runs.recorded import read_step
 from groupwise.runs.run_files import RunFiles
-from groupwise.runs.starts import ENVIRONMENT, attempts_of, environment
 from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.groups import COMPUTED, RecordedRollouts

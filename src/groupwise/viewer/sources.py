@@ -24,10 +24,9 @@ from groupwise.data.rollout_table import bounded_table, family, jsonable
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError, RunError
 from groupwise.runs import recorded
-from groupwise.runs.folder import CONFIG, DONE, LARGEST_CONFIG, standing
+from groupwise.runs.folder import CONFIG, DONE, ENVIRONMENT, LARGEST_CONFIG, attempts_of, standing
 from groupwise.runs.recorded import METRICS, MOST_PROBLEMS, TOKENS, LogReader, last_metrics
 from groupwise.runs.run_files import RunFiles, bounded_json
-from groupwise.runs.starts import ENVIRONMENT, attempts_of
 from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import logger
 
