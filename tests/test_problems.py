@@ -32,7 +32,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.dynamic_sampling import GroupSampler
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.prepare import plan_of
+from groupwise.runs.job import plan_of
 from groupwise.runs.run import train
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.loss import Loss

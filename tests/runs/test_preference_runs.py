@@ -24,7 +24,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.prepare import plan_of
+from groupwise.runs.job import plan_of
 from groupwise.runs.run import train
 from groupwise.runs.stages import train_recipe
 from groupwise.training.groups import SampledRollouts

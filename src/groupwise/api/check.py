@@ -37,9 +37,8 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.compose import Rewards, prompt_of
 from groupwise.runs.folder import Origin, overridden
-from groupwise.runs.job import Job, make_job
+from groupwise.runs.job import Job, make_job, resolved, sampling_of
 from groupwise.runs.policies import fit_threads
-from groupwise.runs.prepare import resolved, sampling_of
 from groupwise.runs.progress import make_console, safe
 from groupwise.training.mismatch import diagnose
 from groupwise.training.passes import score

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from groupwise.records import Rollout
-from groupwise.runs.prepare import algorithm_line
+from groupwise.runs.plan import algorithm_line
 from groupwise.runs.replay import TIMES, Figure, Replay, ReplayedStep
 
 SHOWN = (

@@ -35,8 +35,8 @@ from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
 from groupwise.records import Step
 from groupwise.runs.folder import anew, choose_folder, finished
+from groupwise.runs.job import plan_of
 from groupwise.runs.plan import Lines
-from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import make_console
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.runs.run import train as train_recipe

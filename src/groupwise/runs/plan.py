@@ -6,12 +6,29 @@ What a recipe does not set is derived here and shown; a recipe that would train 
 from __future__ import annotations
 
 import math
+import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from groupwise.config.settings import Recipe
+import torch
+
+from groupwise.algorithms.parts import describe
+from groupwise.algorithms.table import Algorithm
+from groupwise.config.engines import engine_traits
+from groupwise.config.settings import ModelSettings, Recipe, positions_of
+from groupwise.config.validation import STAGE
+from groupwise.data.load import Data
+from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
+from groupwise.models.loading import Blueprint, read_blueprint, resolve_device
+from groupwise.models.lora import adapter_size
 from groupwise.models.shape import Shape
+from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chunk_rows
+from groupwise.rewards.model import POSITIONS
+from groupwise.rewards.registry import MAKERS
+from groupwise.runs.policies import largest_model, parameter_count, shape_of, weightless
 
 Lines = list[tuple[str, str]]
 """Label and text, as printed."""
@@ -350,3 +367,114 @@ def size(count: float) -> str:
         return f"{count:.0f} B"
     power = 1 if count < 1 << 20 else 2 if count < 1 << 30 else 3
     return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+# ---------------------------------------------------------------- of a recipe
+
+
+def algorithm_line(algorithm: Algorithm) -> str:
+    """An algorithm as its four parts."""
+    parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
+    kl = f", KL {describe(algorithm.kl)} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    kl += "; a critic" if algorithm.needs_value else ""
+    kl += f"; {describe(algorithm.divergence)} from a teacher" if algorithm.divergence is not None else ""
+    kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""
+    return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
+
+
+def load_of(
+    recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm | None, rows: Data[Any], scorers: Sequence[Blueprint]
+) -> Load:
+    """The work of one step, for the memory plan.   scorers: reward models that do not exist yet."""
+    group, cpu = recipe.group, resolve_device(recipe.model).type == "cpu"
+    load = Load(
+        prompts=recipe.batch_size,
+        group=1,
+        prompt_tokens=0,
+        completion_tokens=0,
+        budget=positions_of(recipe),
+        cpu=cpu,
+        recompute=recipe.model.gradient_checkpointing,
+        adapter=adapter_count(recipe, blueprint),
+    )
+    if algorithm is None:
+        return replace(load, prompt_tokens=math.ceil(mean_length(rows) * 1.2))  # a row that is longer than the mean
+    shape, engine = shape_of(blueprint, recipe.model.dtype), engine_traits(recipe.rollout.engine.name)
+    return replace(
+        load,
+        prompts=group.prompts_per_step,
+        group=group.group_size,
+        prompt_tokens=max(prompt.tokens.size for prompt in rows.train),
+        completion_tokens=recipe.rollout.max_new_tokens,
+        rows=recipe.rollout.max_rows if engine.own_weights else 0,
+        prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
+        reference=algorithm.needs_reference,
+        rewards=_other_models(recipe, algorithm, shape, scorers),
+    )
+
+
+def _other_models(recipe: Recipe, algorithm: Algorithm, shape: Shape, scorers: Sequence[Blueprint]) -> int:
+    """Bytes of reward models, of a critic and of a teacher; those that an earlier stage makes are left out.
+
+    shape: of the policy.
+    """
+    total = sum(scoring_memory(shape_of(one), POSITIONS) for one in scorers)
+    for reward in recipe.rewards:
+        if reward.function in MAKERS:
+            other = shape_of(_blueprint_at(str(reward.args.get("path"))), str(reward.args.get("dtype", "float32")))
+            total += scoring_memory(other, int(reward.args.get("tokens_per_microbatch", POSITIONS)))
+    critic, teacher = recipe.critic.path, recipe.teacher
+    if algorithm.needs_value and critic is not None and not critic.startswith(STAGE):
+        total += 16 * parameter_count(_blueprint_at(critic))  # weights, gradients and moments in float32
+    if algorithm.needs_teacher and teacher.path is None and teacher.ema != 1.0 and recipe.model.lora is None:
+        total += shape.parameters * shape.bytes_per_weight  # a former self of the policy
+    elif algorithm.needs_teacher and teacher.path is not None and not teacher.path.startswith(STAGE):
+        other = shape_of(_blueprint_at(teacher.path), recipe.model.dtype)
+        total += other.parameters * other.bytes_per_weight
+    return total
+
+
+def _blueprint_at(path: str) -> Blueprint:
+    return read_blueprint(ModelSettings(path=path))
+
+
+def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
+    """Parameters of the adapter that a recipe trains, counted without weights; 0 if it trains none."""
+    return 0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
+
+
+ADAPTER_LR = 1e-5
+"""Learning rate below which an adapter hardly moves: ten times as much is usual, where full training takes 1e-6."""
+
+
+def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
+    """What is trained, and what the process, or each of several, holds and does in a step."""
+    shape, count = shape_of(blueprint, recipe.model.dtype), comm.world().size if world is None else world
+    lines, lr = Lines(), recipe.optimizer.lr
+    if load.adapter:
+        share = f"{load.adapter / shape.parameters:.2%}"
+        lines.append(("adapter", f"{load.adapter:,} parameters beside {shape.parameters:,} that stay as they are ({share})"))
+        if lr < ADAPTER_LR:
+            lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
+    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    if recipe.model.dtype != "float32" and old and load.cpu:
+        cost = "an update takes many times as long as in float32"
+        remedy = f"this processor has no AVX-512, and {cost}: set model.dtype=float32"
+        lines.append(("warning", f"model.dtype {recipe.model.dtype}: {remedy}"))
+    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
+    if count == 1:
+        need = process_memory(shape, load, prompts=load.prompts)
+        lines += [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(need)]
+        if load.cpu and (reason := absence()):
+            lines.append(("kernels", f"torch's own, more slowly: {reason}"))
+    else:
+        shards = sharding.shards or count
+        lines += process_lines(shape, load, Sharding(world=count, name=sharding.name, shards=shards, offload=sharding.offload))
+    if load.completion_tokens and not load.rows:
+        lines.append(("not counted", f"what {recipe.rollout.engine.name} takes to sample, on this device or another"))
+    return lines
+
+
+def mean_length(rows: Data[Any]) -> float:
+    """Tokens of a row that is trained on."""
+    return sum(len(row) for row in rows.train) / max(len(rows.train), 1)

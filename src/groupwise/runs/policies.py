@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
-from groupwise.data.encoding import columns_of
 from groupwise.data.load import load_demonstrations
 from groupwise.data.tokenizers import check_same_tokens
 from groupwise.data.wording import formatted
@@ -34,10 +33,10 @@ from groupwise.models.loading import (
 from groupwise.models.lora import restore_adapter
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
+from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy, shard, shard_from_checkpoint
 from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
-from groupwise.runs.plan import Lines
 from groupwise.training.critics import Critic
 from groupwise.training.objectives import language_model
 from groupwise.training.teachers import Demonstrations, Teacher
@@ -187,17 +186,6 @@ def hint_of(text: str, row: Mapping[str, Any]) -> str:
         return ""
 
 
-def hint_lines(text: str | None, prompts: Sequence[Prompt]) -> Lines:
-    """For the plan: the rows that get no hint.  Raises ConfigError if none gets one."""
-    without = [] if text is None else [prompt.id for prompt in prompts if not hint_of(text, prompt.row)]
-    if len(without) == len(prompts):
-        columns = ", ".join(columns_of(prompts)) or "none"
-        raise ConfigError(f"teacher.hint: {text!r} does not fit the rows, whose columns are {columns}")
-    if not without:
-        return []
-    return [("warning", f"{len(without)} of {len(prompts)} rows (first: {without[0]}) lack what teacher.hint reads: no hint there")]
-
-
 def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
     given = recipe.teacher.demonstrations
     if given is None:
@@ -210,6 +198,11 @@ def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
 def parameter_count(blueprint: Blueprint) -> int:
     """Parameters of a model, counted without its weights."""
     return sum(parameter.numel() for parameter in weightless(blueprint).parameters())
+
+
+def shape_of(blueprint: Blueprint, dtype: str = "float32") -> Shape:
+    """The sizes of a model."""
+    return Shape.of(blueprint.config, parameter_count(blueprint), dtype=dtype)
 
 
 def weightless(blueprint: Blueprint) -> PreTrainedModel:

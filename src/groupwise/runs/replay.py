@@ -40,9 +40,8 @@ from groupwise.runs.folder import (
     check_reference,
     environment,
 )
-from groupwise.runs.job import Learner, make_learner
+from groupwise.runs.job import Learner, algorithm_of, blueprint_of, make_learner, modelled
 from groupwise.runs.policies import hold
-from groupwise.runs.prepare import algorithm_of, blueprint_of, modelled
 from groupwise.runs.recorded import read_step
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import demand_trust
