@@ -31,7 +31,6 @@ from groupwise.config.settings import (
     TeacherSettings,
 )
 from groupwise.config.validation import wrong_model
-from groupwise.data.tasks import breakdown_of
 from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy
 from groupwise.proof.prove import prove
@@ -41,10 +40,9 @@ from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, recipe_of_environment, with_environment_data
 from groupwise.runs.folder import Origin, origin_of, overridden
 from groupwise.runs.inputs import inputs_of, warn_of_changed_inputs
-from groupwise.runs.job import Prepared, eval_sampling, longest_of, resolved
+from groupwise.runs.job import Prepared, eval_sampling, evaluated, longest_of, resolved
 from groupwise.runs.policies import fit_threads
 from groupwise.runs.trust import demand_trust
-from groupwise.training import evaluate as judging
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils.files import expanded
 
@@ -179,11 +177,9 @@ def _evaluated(recipe: Recipe, progress: Callable[[int, int], None] | None) -> t
         sampler = replace(NATIVE, sampling=eval_sampling(recipe), conversations=prepared.world is not None)
         prove(policy, longest=longest_of(recipe, prepared.prompts), sampler=sampler, train=False)
         engine = NativeEngine(policy, max_rows=recipe.rollout.max_rows, world=prepared.world)
-        found = judging.evaluate(
-            engine, prepared.rewards, prepared.prompts.held_out, k=recipe.eval.k, sampling=eval_sampling(recipe), seed=recipe.seed,
-            columns=breakdown_of(recipe.data.task), progress=progress,
-        )  # fmt: skip
-        return prepared.rewards.names, found
+        evaluation = evaluated(prepared, engine, prepared.prompts.held_out, progress)
+        assert evaluation is not None
+        return prepared.rewards.names, evaluation
 
 
 def _origin(path: str, overrides: Sequence[str], parts: Sequence[str]) -> Origin | None:

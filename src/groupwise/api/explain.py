@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from groupwise.algorithms import diagnostics
-from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import describe, is_built_in, options, with_options
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
@@ -28,6 +26,7 @@ from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.runs.folder import origin_of
 from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.runs.trust import demand_trust
+from groupwise.training.closed_form import RecordedLoss
 from groupwise.training.samples import weigh
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import near_path
@@ -248,44 +247,34 @@ def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int
 
 
 def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float) -> tuple[Pass, ...]:
-    def column(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]))
-
+    """Visits of all tokens.  Further terms of a row's loss are left out."""
+    algorithm = replace(algorithm, extra=())
     if not samples:
         return ()
-    behavior_M, weight_M = column("behavior_logp"), column("weight")
-    reference_M = column("reference_logp") if algorithm.loss_beta else None
-    segment_M = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([sample.weight.size for sample in samples]))
-    z_M = torch.logit(behavior_M.double().exp()).clamp(max=SURE)
+    behavior_M = torch.from_numpy(np.concatenate([sample.behavior_logp for sample in samples])).double()
+    z_M = torch.logit(behavior_M.exp()).clamp(max=SURE)
     passes = []
     for _ in range(mu):
-        logp_M = logsigmoid(z_M).requires_grad_()
-        terms = Terms(
-            logp_M=logp_M,
-            behavior_logp_M=behavior_M,
-            advantage_M=column("advantage"),
-            segment_M=segment_M,
-            segments=len(samples),
-            reference_logp_M=reference_M,
-        )
-        total = (weight_M * algorithm.loss(terms)).sum()
-        (gradient_M,) = torch.autograd.grad(total, logp_M, retain_graph=True)
-        (push_M,) = torch.autograd.grad((weight_M * replace(algorithm, beta=0.0).loss(terms)).sum(), logp_M)
-        with torch.no_grad():
-            log_ratio_M = algorithm.ratio(logp_M, behavior_M, segment_M, len(samples))
-            kl_M = algorithm.kl(logp_M, reference_M, logp_M - behavior_M) if reference_M is not None else None
-            passes.append(
-                Pass(
-                    logp=logp_M.numpy().copy(),
-                    ratio=log_ratio_M.exp().numpy(),
-                    kl=None if kl_M is None else kl_M.numpy(),
-                    loss=algorithm.loss(terms).numpy(),
-                    gradient=gradient_M.numpy(),
-                    clipped=((push_M == 0) & (terms.advantage_M * weight_M != 0)).numpy(),
-                    total=float(total),
-                )
+        logp_M = logsigmoid(z_M)
+        logp = [column.numpy() for column in logp_M.split([sample.weight.size for sample in samples])]
+        recorded = RecordedLoss(algorithm, samples, logp)
+        total, gradient_M = recorded.gradient()
+        _, push_M = RecordedLoss(replace(algorithm, beta=0.0), samples, logp).gradient()
+        terms, weight_M = recorded.terms, recorded.column([sample.weight for sample in samples])
+        reference_M = terms.reference_logp_M if algorithm.loss_beta else None
+        kl_M = None if reference_M is None else algorithm.kl(logp_M, reference_M, logp_M - behavior_M)
+        passes.append(
+            Pass(
+                logp=logp_M.numpy(),
+                ratio=algorithm.log_ratio(terms).exp().numpy(),
+                kl=None if kl_M is None else kl_M.numpy(),
+                loss=algorithm.loss(terms).numpy(),
+                gradient=gradient_M.numpy(),
+                clipped=((push_M == 0) & (terms.advantage_M * weight_M != 0)).numpy(),
+                total=total,
             )
-            z_M = z_M - lr * gradient_M * (1 - logp_M.exp())  # d log sigmoid(z) / dz = 1 - p
+        )
+        z_M = z_M - lr * gradient_M * (1 - logp_M.exp())  # d log sigmoid(z) / dz = 1 - p
     return tuple(passes)
 
 

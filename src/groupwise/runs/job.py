@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from groupwise.algorithms.parts import fact
 from groupwise.algorithms.resolve import resolve
@@ -466,24 +467,49 @@ Place = tuple[Mapping[str, Any], tuple[PendingRollout, ...]]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Learner:
-    """What an optimizer step changes (policy, optimizer), and the reference that its KL is taken to."""
+    """What an optimizer step changes, and the models that it reads."""
 
     recipe: Recipe
     policy: Policy
     optimizer: Optimizer
     reference: Policy | None = None
+    critic: Critic | None = None
+    teacher: Teacher | None = None
+
+    def optimizers(self) -> dict[str, tuple[str, Optimizer]]:
+        """By the key that stands for it in `numbers`, each optimizer, and what the names of its tensors begin with."""
+        policys = {"optimizer": ("", self.optimizer)}
+        return policys if self.critic is None else policys | {"critic": ("critic_optimizer.", self.critic.optimizer)}
+
+    def moving(self) -> dict[str, Module]:
+        """Models beside the policy whose weights change, and which no file but a checkpoint holds."""
+        models: dict[str, Module] = {}
+        if self.reference is not None and self.recipe.group.reference_refresh > 0:
+            models["reference"] = self.reference.model
+        if self.critic is not None:
+            models["critic"] = self.critic.module
+        if self.teacher is not None and self.recipe.teacher.path is None and self.teacher.policy.model is not self.policy.model:
+            models["teacher"] = self.teacher.policy.model
+        return models
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of `moving`."""
+        models = self.moving().items()
+        return {f"{key}.{name}": parameter.detach() for key, model in models for name, parameter in model.named_parameters()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, and the weights of a reference that moves; as this process holds them, sharded or whole."""
-        moved = self.reference is not None and self.recipe.group.reference_refresh > 0
-        reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
-        return self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
+        """What a checkpoint holds beside the policy: the optimizers' tensors, and `weights`; sharded or whole, as they are here."""
+        found = {f"{prefix}{name}": t for prefix, one in self.optimizers().values() for name, t in one.tensors().items()}
+        return found | self.weights()
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Continue from a job's `numbers()` and `tensors()`, which `read` fills in; the weights are loaded with the policy."""
-        self.optimizer.restore(numbers["optimizer"], read)
+        """Continue from a job's `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with it."""
+        for key, (prefix, optimizer) in self.optimizers().items():
+            optimizer.restore(
+                numbers[key], lambda tensors, prefix=prefix: read({f"{prefix}{name}": one for name, one in tensors.items()})
+            )
         with torch.no_grad():
-            read({name: tensor for name, tensor in self.tensors().items() if name.startswith("reference.")})
+            read(self.weights())
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -499,8 +525,6 @@ class Job(Learner):
     judge: Callable[[bool], Judged | None]
     """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the validation part where there is one.
     None if nothing is held out."""
-    critic: Critic | None = None
-    teacher: Teacher | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
     ahead: PrefetchedRollouts = field(default_factory=PrefetchedRollouts)
@@ -519,8 +543,8 @@ class Job(Learner):
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         """What an online objective draws from."""
-        known = self.prepared.prompts if self.prepared.algorithm is not None else None
-        return () if known is None else known.train
+        prompts = self.prepared.prompts if self.prepared.algorithm is not None else None
+        return () if prompts is None else prompts.train
 
     def place(self) -> Place:
         """Where the run stands in its data."""
@@ -529,51 +553,28 @@ class Job(Learner):
     @property
     def taken(self) -> int:
         """Optimizer steps of everything that is trained: if it is another number, weights have changed."""
-        return self.optimizer.taken + (0 if self.critic is None else self.critic.optimizer.taken)
+        return sum(optimizer.taken for _, optimizer in self.optimizers().values())
 
     @property
     def exchanging(self) -> bool:
         """True while gradients of anything that is trained are summed over the processes (`Optimizer.exchanging`)."""
-        return self.optimizer.exchanging or (self.critic is not None and self.critic.optimizer.exchanging)
+        return any(optimizer.exchanging for _, optimizer in self.optimizers().values())
 
     def numbers(self, place: Place | None = None) -> dict[str, Any]:
         """What the next step depends on beside the weights and `tensors`.  place: if not the present one."""
         order, pending = place or self.place()
-        found = {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
-        return found if self.critic is None else found | {"critic": self.critic.optimizer.numbers()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """`Learner.tensors`, and the weights of a critic and of a teacher that follows the policy."""
-        found = Learner.tensors(self) | {f"teacher.{name}": parameter.detach() for name, parameter in self._taught_by_itself()}
-        if self.critic is not None:
-            found |= {f"critic.{name}": parameter.detach() for name, parameter in self.critic.module.named_parameters()}
-            found |= _of_critic(self.critic.optimizer.tensors())
-        return found
-
-    def _taught_by_itself(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of a teacher that are the policy's of some time: they are in no checkpoint of their own."""
-        teacher = self.teacher
-        if teacher is not None and self.recipe.teacher.path is None and teacher.policy.model is not self.policy.model:
-            yield from teacher.policy.model.named_parameters()
+        trained = {key: optimizer.numbers() for key, (_, optimizer) in self.optimizers().items()}
+        return trained | {"order": order, "ahead": [begun.state() for begun in pending]}
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """`Learner.restore`, of critic and teacher too, and where the run stands in its data."""
+        """`Learner.restore`, and where the run stands in its data."""
         Learner.restore(self, numbers, read)
         self.order.restore(numbers["order"])
         self.ahead.restore(numbers.get("ahead", ()))
-        if self.critic is not None:
-            self.critic.optimizer.restore(numbers["critic"], lambda tensors: read(_of_critic(tensors)))
-        with torch.no_grad():
-            read({name: tensor for name, tensor in self.tensors().items() if name.startswith(("critic.", "teacher."))})
 
     def close(self) -> None:
         """End reward workers and what samples; each of them, also if another one raises."""
         self.prepared.close()
-
-
-def _of_critic(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a critic's optimizer by names that are nobody else's."""
-    return {f"critic_optimizer.{name}": tensor for name, tensor in tensors.items()}
 
 
 def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | None = None) -> Job:
@@ -613,17 +614,31 @@ def make_learner(
     return Learner(recipe=recipe, policy=policy, optimizer=Optimizer(policy.model, recipe.optimizer, updates), reference=anchor)
 
 
-def _judge(prepared: Prepared, engine: Engine, optimizer: Optimizer) -> Callable[[bool], Judged | None]:
-    recipe, prompts, rewards = prepared.recipe, prepared.prompts, prepared.rewards
-    settings, sampling = recipe.eval, eval_sampling(recipe)
+def evaluated(
+    prepared: Prepared, engine: Engine, prompts: Sequence[Prompt], progress: Callable[[int, int], None] | None = None
+) -> Evaluation | None:
+    """What the reward functions say of completions of held-out prompts; None without either.   progress: see `evaluate`."""
+    recipe, rewards = prepared.recipe, prepared.rewards
+    if not prompts or rewards is None or not rewards.names:
+        return None
+    return evaluate(
+        engine,
+        rewards,
+        prompts,
+        k=recipe.eval.k,
+        sampling=eval_sampling(recipe),
+        seed=recipe.seed,
+        columns=breakdown_of(recipe.data.task),
+        progress=progress,
+    )
 
+
+def _judge(prepared: Prepared, engine: Engine, optimizer: Optimizer) -> Callable[[bool], Judged | None]:
     def judge(whole: bool) -> Judged | None:
         engine.set_version(optimizer.taken)  # it is not told where another one samples for training
-        judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: settings.prompts]
-        if not judged or rewards is None or not rewards.names:
-            return None
-        columns = breakdown_of(recipe.data.task)
-        return evaluate(engine, rewards, judged, k=settings.k, sampling=sampling, seed=recipe.seed, columns=columns)
+        prompts = prepared.prompts
+        judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: prepared.recipe.eval.prompts]
+        return evaluated(prepared, engine, judged)
 
     return judge
 
