@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from groupwise.config.settings import EnvironmentSettings
 from groupwise.environments.chat_codec import ChatCodec, ChatResponse, recorded
 from groupwise.environments.conversation import NOTHING, Reply, Stream
 from groupwise.environments.endpoint import Endpoint
@@ -45,26 +46,6 @@ HOPELESS = 16
 """Episodes that fail before one succeeds, after which the harness counts as broken."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Limits of the episodes of a run: sampling, tokens, turns, seconds, and how many run at once."""
-
-    sampling: Sampling
-    """How the run draws; requests that ask for something else are refused."""
-    context: int
-    """Most tokens of a sequence."""
-    vocabulary: int
-    turns: int | None = None
-    """Most turns of an episode."""
-    seconds: float = 600.0
-    """That a harness may take for an episode; while the policy writes for it, its clock stands still."""
-    at_once: int = 64
-    """Harnesses that run at the same time."""
-    past: Literal["keep", "split"] = "keep"
-    """Where the chat template writes earlier turns otherwise than they were sampled, `keep` what was sampled, or `split`: go on
-    behind what the template writes."""
-
-
 class HarnessWorld:
     """Implements `conversation.EpisodeWorld`: one endpoint, and a harness for each episode."""
 
@@ -72,15 +53,17 @@ class HarnessWorld:
         self,
         harness: Harness,
         codec: ChatCodec,
-        limits: Limits,
+        settings: EnvironmentSettings,
+        sampling: Sampling,
         *,
-        name: str = "",
-        host: str = "127.0.0.1",
-        port: int = 0,
+        context: int,
+        vocabulary: int,
         token: str | None = None,
     ) -> None:
-        """name: of the environment, in the episodes' records.   host, port, token: see `Endpoint`."""
-        self.harness, self.codec, self.limits, self.name = harness, codec, limits, name
+        """sampling: of the run; requests that ask for something else are refused.   context: most tokens of a sequence.
+        token: see `Endpoint`.
+        """
+        self.harness, self.codec, self.settings, self.sampling, self.context = harness, codec, settings, sampling, context
         self._changed = threading.Condition()
         self._live: dict[str, HarnessEpisode] = {}
         self._queue: deque[HarnessEpisode] = deque()
@@ -88,9 +71,11 @@ class HarnessWorld:
         self._running: set[HarnessEpisode] = set()
         self._succeeded, self._failed = 0, 0
         self._closed = False
+        host, _, port = settings.listen.rpartition(":")
+        outside = harness if isinstance(harness, OutsideHarness) else None
         self.endpoint = Endpoint(
-            self._live.get, name=MODEL, context=limits.context, vocabulary=limits.vocabulary, host=host, port=port, token=token,
-            episodes=harness if isinstance(harness, OutsideHarness) else None,
+            self._live.get, name=MODEL, context=context, vocabulary=vocabulary, host=host.strip("[]"), port=int(port), token=token,
+            episodes=outside,
         )  # fmt: skip
         self.endpoint.start()
         threads.begin(self._run, "episodes")
@@ -144,12 +129,12 @@ class HarnessWorld:
         before = time.monotonic()
         while True:
             with self._changed:
-                if not self._queue or len(self._running) >= self.limits.at_once:
+                if not self._queue or len(self._running) >= self.settings.at_once:
                     self._changed.wait(TICK)
                 if self._closed:
                     return
                 running = list(self._running)
-                free = min(self.limits.at_once - len(running), len(self._queue))
+                free = min(self.settings.at_once - len(running), len(self._queue))
                 starting = [self._queue.popleft() for _ in range(free)]
                 self._running.update(starting)
             now = time.monotonic()
@@ -242,7 +227,7 @@ class HarnessEpisode:
                 messages=self._messages,
                 branches=tuple(self.stream.branches),
                 reward=self._ending.reward,
-                environment=self.world.name,
+                environment=self.world.settings.verifiers or "",
                 traces=self._traces(),
             )
 
@@ -317,8 +302,8 @@ class HarnessEpisode:
         with self._lock:
             if self._drawing is None and not self._waiting:
                 self._spent += seconds
-        if self._spent > self.world.limits.seconds:
-            self.end(Finish.DEADLINE, f"the harness took more than {self.world.limits.seconds:g} s")
+        if self._spent > self.world.settings.episode_timeout:
+            self.end(Finish.DEADLINE, f"the harness took more than {self.world.settings.episode_timeout:g} s")
 
     # ---- for the endpoint ----------------------------------------------------------------------------------------------------
 
@@ -327,7 +312,7 @@ class HarnessEpisode:
 
         Raises Refused for sampling that differs from the run's, and where the chat template has no text for the conversation.
         """
-        request.check_against(self.world.limits.sampling)
+        request.check_against(self.world.sampling)
         after = self._recognised(request)
         if after is not None:
             new, ids = request.messages[len(self._drawn[after].keys) :], self.stream.through(self.stream.turns[after])
@@ -337,7 +322,7 @@ class HarnessEpisode:
                 pass
             else:
                 ids = np.concatenate([ids, tokens])
-                if self.world.limits.past == "split":
+                if self.world.settings.past == "split":
                     whole, text = self.codec.render(request)
                     ids = ids if text == self.codec.decode(ids) else whole
                 return TurnRequest(ids, request, agent, opens_thinking(text), new, after)
@@ -359,7 +344,7 @@ class HarnessEpisode:
 
         Raises Refused for other sampling than the run's, or an episode that is over.
         """
-        request.sampling.check_against(self.world.limits.sampling)
+        request.sampling.check_against(self.world.sampling)
         with self._lock:
             if self._over is not None:
                 raise self._refusal()
@@ -369,7 +354,7 @@ class HarnessEpisode:
 
     def respond(self, request: ChatRequest, thinking: bool, sampled: SampledTokens) -> ChatResponse:
         """The turn as a message, which is from now on recognised, with its calls noted for the record."""
-        response = self.codec.read(sampled, request, thinking, self.world.limits.sampling.stop)
+        response = self.codec.read(sampled, request, thinking, self.world.sampling.stop)
         with self._lock:
             turn, drawn = self.stream.turns[sampled.turn], self._drawn[sampled.turn]
             drawn.call_ids, drawn.setting = [call.id for call in response.calls], request.setting
@@ -409,20 +394,20 @@ class HarnessEpisode:
 
     def _reply(self, request: TurnRequest) -> Reply:
         """The reply with which the engine continues for a request.  Raises Refused where there is no room for a turn."""
-        context, stream, limits, first = request.context, self.stream.ids(), self.world.limits, not self.stream.turns
+        context, stream, world, first = request.context, self.stream.ids(), self.world, not self.stream.turns
         follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
         # Before the first turn nothing is appended: what the harness begins with is context, not part of the completion.
         follows = follows and (context.size == stream.size or not first)
         new = context[stream.size :] if follows else NOTHING
         room = self._room(context.size, new.size)
-        if limits.turns is not None and len(self.stream.turns) >= limits.turns:
+        if len(self.stream.turns) >= world.settings.max_turns:
             self._full = Finish.TURNS
             raise self._refusal()
         if room < 1:
             self._full = Finish.LENGTH
             raise Refused(
-                f"no room for a turn: its context has {context.size} tokens of {limits.context}, and the episode "
-                f"{len(self.stream.tokens) + new.size} of {limits.sampling.max_new_tokens}",
+                f"no room for a turn: its context has {context.size} tokens of {world.context}, and the episode "
+                f"{len(self.stream.tokens) + new.size} of {world.sampling.max_new_tokens}",
                 code="context_length_exceeded",
             )
         self._note_answer(request, new)
@@ -431,8 +416,7 @@ class HarnessEpisode:
 
     def _room(self, context: int, new: int = 0) -> int:
         """Tokens that the next turn may have behind a context, of which so many are new."""
-        limits = self.world.limits
-        return min(limits.sampling.max_new_tokens - len(self.stream.tokens) - new, limits.context - context)
+        return min(self.world.sampling.max_new_tokens - len(self.stream.tokens) - new, self.world.context - context)
 
     def _note_answer(self, request: TurnRequest, new: np.ndarray) -> None:
         """Record the messages that answered the last turn."""
@@ -456,7 +440,7 @@ class HarnessEpisode:
     def _refusal(self) -> Refused:
         if self._full is Finish.TURNS:
             return Refused(
-                f"the episode has had its {self.world.limits.turns} turns (environment.max_turns)", code="too_many_turns"
+                f"the episode has had its {self.world.settings.max_turns} turns (environment.max_turns)", code="too_many_turns"
             )
         if self._full is Finish.LENGTH:
             return Refused("the episode has no room for another turn", code="context_length_exceeded")

@@ -20,7 +20,7 @@ from groupwise.environments import procedural
 from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.conversation import EpisodeWorld
 from groupwise.environments.harness import FunctionHarness, Harness, OutsideHarness, ProgramHarness
-from groupwise.environments.harness_episodes import HarnessWorld, Limits
+from groupwise.environments.harness_episodes import HarnessWorld
 from groupwise.environments.runtime import ToolRuntime
 from groupwise.environments.schemas import name_of
 from groupwise.environments.tool_episodes import ToolWorld
@@ -105,20 +105,13 @@ def make_world(recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None
     settings = recipe.environment
     if settings.asks:
         vocabulary = min(len(blueprint.tokenizer), int(blueprint.config.get("vocab_size", len(blueprint.tokenizer))))
-        limits = Limits(
-            sampling=sampling, context=blueprint.context, vocabulary=vocabulary, seconds=settings.episode_timeout,
-            turns=settings.max_turns, at_once=settings.at_once, past=settings.past,
-        )  # fmt: skip
         host, _, port = settings.listen.rpartition(":")
+        listen = f"{host}:{int(port) and int(port) + comm.world().rank}"  # each process has its own
+        codec = ChatCodec(blueprint.tokenizer, blueprint.eos_ids, recipe.data.chat_template_kwargs)
         return HarnessWorld(
-            _harness(settings),
-            ChatCodec(blueprint.tokenizer, blueprint.eos_ids, recipe.data.chat_template_kwargs),
-            limits,
-            name=settings.verifiers or "",
-            host=host.strip("[]"),
-            port=int(port) and int(port) + comm.world().rank,  # each process has its own
-            token=os.environ.get(TOKEN) or None,
-        )
+            _harness(settings), codec, replace(settings, listen=listen), sampling, context=blueprint.context,
+            vocabulary=vocabulary, token=os.environ.get(TOKEN) or None,
+        )  # fmt: skip
     if runtime is None:
         return None
     template = Template.build(recipe.data, blueprint.tokenizer, tools_of(runtime))

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from groupwise.config.settings import EnvironmentSettings
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.conversation import Stream
 from groupwise.environments.harness import FunctionHarness
-from groupwise.environments.harness_episodes import HarnessWorld, Limits
+from groupwise.environments.harness_episodes import HarnessWorld
 from groupwise.records import Episode, Finish, Prompt, Sampling
 
 TEMPLATE = (
@@ -85,15 +86,15 @@ def end_id(chat_tokenizer) -> int:
 
 @pytest.fixture
 def worlds(chat_tokenizer, end_id) -> Iterable[Callable[..., HarnessWorld]]:
-    """`worlds(harness, **limits)`: a world of a function, or of any harness; closed with the test."""
+    """`worlds(harness, **settings)`: a world of a function, or of any harness; closed with the test."""
     made = []
 
-    def make(harness, *, sampling: Sampling | None = None, context: int = 8192, token=None, host="127.0.0.1", **limits):
+    def make(harness, *, sampling: Sampling | None = None, context: int = 8192, token=None, **settings):
         harness = FunctionHarness(harness) if callable(harness) else harness
-        given = Limits(
-            sampling=sampling or Sampling(max_new_tokens=4096), context=context, vocabulary=len(chat_tokenizer), **limits
-        )
-        made.append(HarnessWorld(harness, ChatCodec(chat_tokenizer, (end_id,)), given, name="own", token=token, host=host))
+        sampling, codec = sampling or Sampling(max_new_tokens=4096), ChatCodec(chat_tokenizer, (end_id,))
+        chosen = EnvironmentSettings(verifiers="own", **settings)
+        size = {"context": context, "vocabulary": len(chat_tokenizer)}
+        made.append(HarnessWorld(harness, codec, chosen, sampling, **size, token=token))
         return made[-1]
 
     yield make

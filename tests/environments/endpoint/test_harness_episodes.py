@@ -322,7 +322,7 @@ def test_a_harness_that_never_returns_meets_its_deadline_and_others_finish(world
             held.wait()
         return 1
 
-    world, played = worlds(harness, seconds=8.0), {}
+    world, played = worlds(harness, episode_timeout=8.0), {}
     players = [threading.Thread(target=lambda i=i: played.update({i: play(world, a_prompt, says("a"), index=i)})) for i in range(4)]
     for thread in players:
         thread.start()
@@ -348,7 +348,7 @@ def test_the_clock_stands_still_while_the_policy_writes(worlds, a_prompt, end_id
         threading.Event().wait(1.0)  # longer than it takes to look at the clock
         return [end_id], Finish.EOS
 
-    assert play(worlds(harness, seconds=60.0), a_prompt, slow).finish is Finish.DONE
+    assert play(worlds(harness, episode_timeout=60.0), a_prompt, slow).finish is Finish.DONE
 
 
 def test_async_harnesses_and_parallel_requests_of_one_episode(worlds, says, a_prompt):
@@ -427,7 +427,9 @@ def test_a_program_is_a_harness(worlds, says, a_prompt, tmp_path):
     played = play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says("5"))
     assert (played.finish, played.episode.reward) == (Finish.ERROR, None)
     file.write_text("import time; time.sleep(600)")
-    assert play(worlds(ProgramHarness([sys.executable, str(file)]), seconds=1.0), a_prompt, says()).finish is Finish.DEADLINE
+    assert (
+        play(worlds(ProgramHarness([sys.executable, str(file)]), episode_timeout=1.0), a_prompt, says()).finish is Finish.DEADLINE
+    )
     file.write_text("print('no reward')")
     assert play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says()).finish is Finish.ERROR
 
@@ -485,7 +487,7 @@ def test_what_a_program_has_started_ends_with_it(worlds, says, a_prompt, tmp_pat
     """Also in a session of its own."""
     file = tmp_path / "agent.py"
     file.write_text(STARTS + ("print(1)" if how == "ends" else "time.sleep(3600)"))
-    found = play(worlds(ProgramHarness([sys.executable, str(file), str(tmp_path / "pids")]), seconds=5.0), a_prompt, says())
+    found = play(worlds(ProgramHarness([sys.executable, str(file), str(tmp_path / "pids")]), episode_timeout=5.0), a_prompt, says())
     assert (found.finish, found.episode.reward) == ((Finish.DONE, 1.0) if how == "ends" else (Finish.DEADLINE, None))
     assert all_ended(tmp_path / "pids", 3)
 
@@ -633,7 +635,7 @@ def test_an_episode_has_so_many_turns(worlds, says, a_prompt):
             ask(model="m", messages=[{"role": "user", "content": "2"}])
         return 2
 
-    played = play(worlds(harness, turns=2), a_prompt, says("a", "b", "c"))
+    played = play(worlds(harness, max_turns=2), a_prompt, says("a", "b", "c"))
     assert (played.finish, played.episode.reward, len(played.episode.turns)) == (Finish.TURNS, 2.0, 2)
 
 
@@ -644,3 +646,22 @@ def test_an_episode_is_found_by_its_models_name(worlds, says, a_prompt):
         return 1
 
     assert play(worlds(harness), a_prompt, says("a")).episode.reward == 1.0
+
+
+def test_a_text_ends_before_the_stop_string_and_the_ids_keep_it(worlds, a_prompt, chat_tokenizer):
+    ids = chat_tokenizer("Act: look\nObservation:", add_special_tokens=False)["input_ids"]
+
+    def harness(base_url):
+        ask = client(base_url).chat.completions.create
+        messages = [{"role": "user", "content": "x"}]
+        (choice,) = ask(model="m", messages=messages, stop=["Observation:"]).choices
+        assert (choice.message.content, choice.finish_reason) == ("Act: look\n", "stop")
+        ask(model="m", messages=[*messages, choice.message, {"role": "user", "content": "a door"}])
+        return 1
+
+    played = play(
+        worlds(harness, sampling=Sampling(max_new_tokens=200, stop=("Observation:",))), a_prompt, lambda k: (ids, Finish.STOP)
+    )
+    assert played.episode.reward == 1.0
+    assert played.sampled == [ids, ids] and len(played.episode.branches) == 1
+    assert played.behind[1][: len(played.behind[0]) + len(ids)] == played.behind[0] + ids

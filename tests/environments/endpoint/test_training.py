@@ -11,12 +11,12 @@ import torch
 from rule_rewards import RuleRewards
 
 import groupwise as gw
-from groupwise.config.settings import GroupSettings
+from groupwise.config.settings import EnvironmentSettings, GroupSettings
 from groupwise.data.rendering import Chat, render_chats
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.harness import FunctionHarness
-from groupwise.environments.harness_episodes import HarnessWorld, Limits
+from groupwise.environments.harness_episodes import HarnessWorld
 from groupwise.models.attention import plain_attention
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout.native.engine import NativeEngine
@@ -66,8 +66,8 @@ def talking(tiny_policy):
         tokenizer = tokenizer_with_tools()
         policy = tiny_policy("llama", dtype=torch.float64, tokenizer=tokenizer, context=2048, scale=2.0)
         drawn = Sampling(**{"max_new_tokens": 120, "temperature": 0.8} | sampling)
-        limits = Limits(sampling=drawn, context=policy.context, vocabulary=policy.vocabulary, at_once=8)
-        made.append(HarnessWorld(FunctionHarness(harness), ChatCodec(tokenizer, policy.eos_ids), limits))
+        codec, size = ChatCodec(tokenizer, policy.eos_ids), {"context": policy.context, "vocabulary": policy.vocabulary}
+        made.append(HarnessWorld(FunctionHarness(harness), codec, EnvironmentSettings(at_once=8), drawn, **size))
         return policy, NativeEngine(policy, max_rows=4, world=made[-1]), drawn
 
     yield make
