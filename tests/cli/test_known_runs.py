@@ -53,6 +53,18 @@ def test_examples_of_a_path_of_several_stages_are_those_of_the_last_one(there: P
     assert "before training" in shown and shown == capsys.readouterr().out
 
 
+def test_examples_of_a_run_with_one_evaluation_show_it_once(
+    there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = tmp_path / "once"
+    shutil.copytree(there / RUN, once)
+    for later in sorted((once / "evaluations").iterdir())[1:]:
+        later.unlink()
+    assert main(["examples", str(once), "-n", "1"]) == 0
+    head, *_ = capsys.readouterr().out.strip().splitlines()
+    assert head.split() == ["prompt", "reward", "before", "training"]
+
+
 # ---------------------------------------------------------------- eval
 
 

@@ -29,7 +29,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print each prompt with an answer drawn at the first evaluation and one drawn at the last, and what each earned."""
+    """Print each prompt with an answer drawn at the first evaluation and one drawn at the last, if there are two, and what each
+    earned."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -45,15 +46,16 @@ def run(options: argparse.Namespace) -> int:
     known, _ = steps(run, EVALUATIONS)
     if not known:
         raise ConfigError(f"{options.folder} holds no evaluation: set eval.every, or eval.at_start for the answers before training")
-    ends = (min(known), max(known))
-    rows = [table(run, step, COLUMNS, EVALUATIONS).to_pylist() for step in ends]
-    first, last = ({row["prompt_id"]: row for row in reversed(side)} for side in rows)
-    shared = [prompt for prompt in reversed(last) if prompt in first][: options.count]
-    before = "before training" if ends[0] == 0 else f"step {ends[0]}"
-    answers = Table("prompt", "reward", before, "reward", f"step {ends[1]}", box=SIMPLE_HEAD, pad_edge=False)
+    ends = sorted({min(known), max(known)})
+    sides = [{row["prompt_id"]: row for row in reversed(table(run, step, COLUMNS, EVALUATIONS).to_pylist())} for step in ends]
+    shared = [prompt for prompt in reversed(sides[-1]) if prompt in sides[0]][: options.count]
+    answers = Table("prompt", box=SIMPLE_HEAD, pad_edge=False)
+    for step in ends:
+        answers.add_column("reward")
+        answers.add_column("before training" if step == 0 else f"step {step}")
     for prompt in shared:
-        sides = [(f"{row['reward']:.3g}", _short(row["completion_text"])) for row in (first[prompt], last[prompt])]
-        answers.add_row(*map(Text, (_question(first[prompt]), *sides[0], *sides[1])))
+        cells = [text for side in sides for text in (f"{side[prompt]['reward']:.3g}", _short(side[prompt]["completion_text"]))]
+        answers.add_row(*map(Text, (_question(sides[0][prompt]), *cells)))
     make_console().print(answers)
     return 0
 
