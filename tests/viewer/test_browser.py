@@ -442,3 +442,16 @@ def test_axe_finds_nothing_serious(viewer: Callable, run_folder: Path, tab: Tab,
     page.wait_for_timeout(300)
     serious = axe(page)
     assert not serious, serious
+
+
+@pytest.mark.slow
+def test_compare_begins_with_a_run_that_samples(
+    viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab, tmp_path: Path
+) -> None:
+    """The first run of a folder of stages is often one on demonstrations."""
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.yaml").write_text("objective: sft\nsteps: 1\n")
+    (tmp_path / "sft" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    page = tab(viewer(tmp_path / "sft", run_folder, other_folder).address + "#view=compare")
+    page.wait_for_selector(".side-title")
+    assert [title.split(",")[0] for title in page.locator(".side-title").all_inner_texts()] == ["alpha", "beta"]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -69,58 +69,51 @@ def numbers(table: pa.Table, name: str) -> np.ndarray:
     return pc.fill_null(table.column(name).cast(pa.float64()), math.nan).to_numpy()  # type: ignore[attr-defined]
 
 
+def groups_in(table: pa.Table) -> Iterator[tuple[int, slice, str]]:
+    """Number, rows and prompt of each group of a step."""
+    place = numbers(table, "group").astype(np.int64)
+    starts = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
+    for start, end in zip(starts, [*starts[1:], len(place)], strict=False):
+        yield int(place[start]), slice(start, end), table.column("prompt_text")[start].as_py() or ""
+
+
 def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
     """A step's groups, the most informative first: rewards, finish, lengths, how many different answers."""
     table = source.table(step, OVERVIEW, kind)
-    names = reward_names(table.column_names)
-    place, reward, length = numbers(table, "group").astype(np.int64), numbers(table, "reward"), lengths_of(table)
-    finish = _finish(table)
-    prompts, texts = table.column("prompt_text"), table.column("completion_text")
-    groups = []
-    starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]]) if len(place) else np.zeros(0, np.int64)
-    for start, end in zip(starts, np.r_[starts[1:], len(place)], strict=True) if len(place) else ():
-        rows = slice(int(start), int(end))
-        prompt = prompts[int(start)].as_py() or ""
-        groups.append(
-            {
-                "group": int(place[start]),
-                "key": key_of(prompt),
-                "prompt": prompt,
-                "rewards": plain(reward[rows]),
-                "lengths": length[rows].tolist(),
-                "finish": finish[rows],
-                "spread": spread(reward[rows]),
-                "mean": mean(reward[rows]),
-                "distinct": len(set(texts.slice(int(start), int(end - start)).to_pylist())),
-            }
-        )
+    reward, length, texts = numbers(table, "reward"), lengths_of(table), table.column("completion_text").to_pylist()
+    finish = [value or "" for value in table.column("finish").to_pylist()] if "finish" in table.column_names else [""] * len(table)
+    groups = [
+        {
+            "group": place,
+            "key": key_of(prompt),
+            "prompt": prompt,
+            "rewards": plain(reward[rows]),
+            "lengths": length[rows].tolist(),
+            "finish": finish[rows],
+            "spread": spread(reward[rows]),
+            "mean": mean(reward[rows]),
+            "distinct": len(set(texts[rows])),
+        }
+        for place, rows, prompt in groups_in(table)
+    ]
     for one, prompt in zip(groups, without_shared_lines([one["prompt"] for one in groups]), strict=True):
         one["prompt"] = excerpt(prompt)
     groups.sort(key=lambda group: (-(group["spread"] or 0.0), -group["distinct"], group["group"]))
-    by_function = {name: mean(numbers(table, f"rewards/{name}")) for name in names}
     return {
         "step": step,
         "kind": kind,
         "groups": groups,
-        "functions": by_function,
+        "functions": {name: mean(numbers(table, f"rewards/{name}")) for name in reward_names(table.column_names)},
         "reward": mean(reward),
-        "completions": len(place),
+        "completions": len(table),
     }
 
 
 def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING) -> Json:
     """A group with its completions, tokens and all; of long completions the beginning."""
-    table = source.table(step, None, kind)
-    table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]
-    if not len(table):
-        raise DataError(f"{source.name} holds no group {place} in step {step}")
-    names = reward_names(table.column_names)
-    rows = table.slice(0, CROWD).to_pylist()
-    first = rows[0]
-    prompt = first.get("prompt_text") or ""
-    total = _gradient_total(rows)
-    vocabulary = source.vocabulary()
-    row = first.get("row")
+    rows, names = _rows(source, step, place, kind)
+    shown, first, total = rows[:CROWD], rows[0], _gradient_total(rows)
+    prompt, vocabulary = first.get("prompt_text") or "", source.vocabulary()
     return {
         "step": step,
         "kind": kind,
@@ -128,25 +121,31 @@ def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING)
         "key": key_of(prompt),
         "prompt": prompt[:CHARACTERS],
         "prompt_length": len(prompt),
-        "row": loaded(row),
+        "row": loaded(first.get("row")),
         "sampling": loaded(first.get("sampling")),
         "functions": names,
-        "size": len(table),
-        "completions": [_completion(row, names, vocabulary, total, 0) for row in rows],
-        "quantities": _present(rows, total),
+        "size": len(rows),
+        "completions": [_completion(row, names, vocabulary, total, 0) for row in shown],
+        "quantities": _present(shown, total),
     }
 
 
 def more(source: CompletionSource, step: int, place: int, index: int, begin: int, kind: str = TRAINING) -> Json:
     """A completion from its token (or character) `begin` on."""
-    table = source.table(step, None, kind)
-    table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]
-    rows = table.to_pylist()
-    matching = [row for row in rows if row["index"] == index]
-    if not matching:
+    rows, names = _rows(source, step, place, kind)
+    row = next((row for row in rows if row["index"] == index), None)
+    if row is None:
         raise DataError(f"{source.name} holds no completion {index} in group {place} of step {step}")
-    names = reward_names(table.column_names)
-    return _completion(matching[0], names, source.vocabulary(), _gradient_total(rows), begin)
+    return _completion(row, names, source.vocabulary(), _gradient_total(rows), begin)
+
+
+def _rows(source: CompletionSource, step: int, place: int, kind: str) -> tuple[list[Json], list[str]]:
+    """The completions of a group, and the reward functions that they were scored by.  Raises DataError if there are none."""
+    table = source.table(step, None, kind)
+    rows = table.filter(pc.equal(table.column("group"), place)).to_pylist()  # type: ignore[attr-defined]
+    if not rows:
+        raise DataError(f"{source.name} holds no group {place} in step {step}")
+    return rows, reward_names(table.column_names)
 
 
 def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, total: float, begin: int) -> Json:
@@ -171,7 +170,6 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
             shown["messages"] = episode["messages"]
         return {**shown, "length": len(text), "unit": "characters", "text": text[begin : begin + CHARACTERS]}
     end = begin + TOKENS
-    columns = {name: values[begin:end] for name, values in token_columns(row, total).items()}
     return {
         **shown,
         "length": len(ids),
@@ -180,43 +178,35 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
         "ids": ids[begin:end],
         "special": [i for i, token in enumerate(ids[begin:end]) if token in known.special],
         "untrained": [i for i, trained in enumerate(row["trained"][begin:end]) if not trained],
-        "columns": {name: _rounded(values) for name, values in columns.items()},
+        "columns": {name: _rounded(values[begin:end]) for name, values in token_columns(row, total).items()},
     }
-
-
-def _episode(episode: Mapping[str, Any]) -> Json:
-    """An episode (`records.Episode`) as it is shown: of long texts the beginning, of other contexts their lengths."""
-    turns = []
-    for turn in episode.get("turns") or ():
-        calls = [
-            {
-                "name": _text(call.get("name")),
-                "arguments": _text(call.get("arguments")),
-                "result": _text(call.get("result")),
-                "seconds": _finite(call.get("seconds")),
-                "failure": _text(call.get("failure")),
-            }
-            for call in turn.get("calls") or ()
-        ]
-        turns.append(
-            {
-                "begin": int(turn["begin"]),
-                "end": int(turn["end"]),
-                "finish": _text(turn.get("finish")),
-                "calls": calls,
-                "answer": _text(turn.get("answer")),
-                "seconds": _finite(turn.get("seconds")),
-                "truncated": bool(turn.get("truncated")),
-                "reward": _finite(turn.get("reward")),
-            }
-        )
-    branches = [{"begin": int(b["begin"]), "context": len(b.get("context") or ())} for b in episode.get("branches") or ()]
-    about = {"reward": _finite(episode.get("reward")), "environment": _text(episode.get("environment"))}
-    return {"turns": turns, "branches": branches, **about}
 
 
 def _text(value: Any) -> str:
     return str(value or "")[:CHARACTERS]
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+CALL = {"name": _text, "arguments": _text, "result": _text, "seconds": _finite, "failure": _text}
+TURN = {"begin": int, "end": int, "finish": _text, "answer": _text, "seconds": _finite, "truncated": bool, "reward": _finite}
+"""What is shown of a call and of a turn, and how it is read: of long texts the beginning."""
+
+
+def _episode(episode: Mapping[str, Any]) -> Json:
+    """An episode (`records.Episode`) as it is shown: of other contexts their lengths."""
+
+    def fields(known: Mapping[str, Callable[[Any], Any]], values: Mapping[str, Any]) -> Json:
+        return {name: read(values.get(name)) for name, read in known.items()}
+
+    turns = [
+        fields(TURN, turn) | {"calls": [fields(CALL, call) for call in turn.get("calls") or ()]}
+        for turn in episode.get("turns") or ()
+    ]
+    branches = [{"begin": int(b["begin"]), "context": len(b.get("context") or ())} for b in episode.get("branches") or ()]
+    return {"turns": turns, "branches": branches, **fields({"reward": _finite, "environment": _text}, episode)}
 
 
 def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, np.ndarray]:
@@ -279,10 +269,6 @@ def _present(rows: Sequence[Mapping[str, Any]], total: float) -> dict[str, list[
 # ---------------------------------------------------------------- small change
 
 
-def _finish(table: pa.Table) -> list[str]:
-    return [value or "" for value in table.column("finish").to_pylist()] if "finish" in table.column_names else [""] * len(table)
-
-
 def without_shared_lines(prompts: Sequence[str]) -> list[str]:
     """Prompts without the lines that all of them begin and end with: chat templates repeat those.
 
@@ -322,10 +308,6 @@ def plain(values: np.ndarray) -> list[float | None]:
 def _rounded(values: np.ndarray) -> list[float | None]:
     """Four significant digits: as many as are shown."""
     return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values.tolist()]
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def loaded(text: Any) -> Any:

@@ -116,12 +116,11 @@ def work(history: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {**described(metric), "value": value} for metric in WORK if (value := mean_of(metric)) is not None
     ]
-    names = sorted({name for line in history[-RECENT:] for name in line if name.startswith("time/")})
-    phases = {name: mean_of(name) or 0.0 for name in names if not name.startswith(WITHIN)}
-    total = sum(phases.values())
+    names = {name for line in history[-RECENT:] for name in line if name.startswith("time/") and not name.startswith(WITHIN)}
+    phases = {name: mean_of(name) or 0.0 for name in sorted(names)}
+    total = sum(phases.values()) or 1.0
     for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1]):
         label = f"Seconds: {name.removeprefix('time/')}"
-        rows.append(
-            {"metric": name, "label": label, "unit": "seconds", "value": seconds, "meaning": "", "share": seconds / (total or 1.0)}
-        )
+        share = {"value": seconds, "share": seconds / total}
+        rows.append({"metric": name, "label": label, "unit": "seconds", "meaning": "", **share})
     return rows

@@ -14,7 +14,7 @@ import numpy as np
 
 from groupwise.errors import DataError
 from groupwise.utils import threads
-from groupwise.viewer.groups import key_of, lengths_of, numbers
+from groupwise.viewer.groups import groups_in, key_of, numbers
 from groupwise.viewer.sources import CompletionSource
 
 PAUSE = 2.0
@@ -29,8 +29,6 @@ class Entry:
     """int32 (R,)."""
     reward: np.ndarray
     """float32 (R,), NaN where there is none."""
-    length: np.ndarray
-    """int32 (R,)."""
     finish: frozenset[str]
     """The finish reasons that occur."""
     prompts: dict[int, str]
@@ -88,23 +86,16 @@ class Index:
 
     def add(self, step: int) -> Entry:
         """Read one step."""
-        table = self.source.table(step, ("group", "prompt_text", "reward", "finish", "trained", "completion_text_length"))
-        if "trained" not in table.column_names:
-            table = self.source.table(step, ("group", "prompt_text", "reward", "finish", "completion_text"))
-        place = numbers(table, "group").astype(np.int32)
-        starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]]) if len(place) else np.zeros(0, np.int64)
-        prompts = {int(place[start]): key_of(table.column("prompt_text")[int(start)].as_py() or "") for start in starts}
-        finish = frozenset(table.column("finish").unique().to_pylist()) if "finish" in table.column_names else frozenset()
+        table = self.source.table(step, ("group", "prompt_text", "reward", "finish"))
         entry = Entry(
-            group=place,
+            group=numbers(table, "group").astype(np.int32),
             reward=numbers(table, "reward").astype(np.float32),
-            length=lengths_of(table).astype(np.int32),
-            finish=finish,
-            prompts=prompts,
+            finish=frozenset(table.column("finish").unique().to_pylist() if "finish" in table.column_names else ()),
+            prompts={group: key_of(prompt) for group, _, prompt in groups_in(table)},
         )
         with self._lock:
             self._entries[step] = entry
-            for group, key in prompts.items():
+            for group, key in entry.prompts.items():
                 self._by_prompt.setdefault(key, {})[step] = group
         return entry
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from groupwise.config.schema import settings_table
 from groupwise.errors import DataError, RunError
 from groupwise.viewer import groups, health, questions, replays
@@ -35,22 +37,11 @@ class Pages:
         """Runs that somebody has looked at; of the others little is read."""
         self._started = False
         self.points = points
+        known = (self.runs, self.curves, self.health, self.step, self.group, self.more, self.visits, self.search, self.lenses)
         self.known: dict[str, Callable[[Parameters], Json]] = {
-            "runs": self.runs,
-            "pulse": self.pulse,
-            "curves": self.curves,
-            "health": self.health,
-            "step": self.step,
-            "group": self.group,
-            "more": self.more,
-            "visits": self.visits,
-            "search": self.search,
-            "lenses": self.lenses,
-            "compare": self.compare,
-            "config": self.config,
-            "replay": self.replay,
+            page.__name__: page for page in (*known, self.compare, self.config, self.replay)
         }
-        self.replays = replays.Replays()
+        self.known["pulse"] = self.runs  # what the application polls while a run is live
 
     def answer(self, name: str, parameters: Parameters) -> Json:
         """The JSON of an address.  Raises KeyError for one that is not there, DataError for what cannot be answered."""
@@ -86,29 +77,25 @@ class Pages:
         self._open(self._number(parameters))
         return {"runs": [self._run(i) for i in range(len(self.sources))]}
 
-    def pulse(self, parameters: Parameters) -> Json:
-        """What may have changed; the application polls it while a run is live."""
-        return self.runs(parameters)
-
     def _run(self, i: int) -> Json:
-        source = self.sources[i]
-        if i not in self.opened:
+        source, opened = self.sources[i], i in self.opened
+        if opened:
+            state, names = source.state(), source.metrics().values.keys() - {"wall"}
+        else:
             state, names = source.brief()
-            nothing = {"recorded": [], "newest": None, "evaluations": [], "read": 0, "replay": None}
-            metrics = {"metrics": sorted(names), "first": health.first(names)}
-            return {"run": i, "name": source.name, **state, **nothing, **metrics, "brief": True}
-        steps = source.steps()
+        steps = source.steps() if opened else []
         return {
             "run": i,
             "name": source.name,
-            **source.state(),
+            **state,
+            "brief": not opened,
             "recorded": _stretches(steps),
             "newest": steps[-1] if steps else None,
-            "evaluations": source.steps(HELD_OUT),
-            "metrics": sorted(source.metrics().values.keys() - {"wall"}),
-            "first": health.first(source.metrics().values),
+            "evaluations": source.steps(HELD_OUT) if opened else [],
+            "metrics": sorted(names),
+            "first": health.first(names),
             "read": self.indexes[i].read,
-            "replay": replays.offered() if self._replayable(source) else None,
+            "replay": replays.offered() if opened and self._replayable(source) else None,
         }
 
     def curves(self, parameters: Parameters) -> Json:
@@ -116,17 +103,15 @@ class Pages:
         metrics = self._source(parameters).metrics()
         names = parameters["names"].split(",") if parameters.get("names") else sorted(metrics.values.keys() - {"wall"})
         steps = list(metrics.steps)
-        cut = _stretch_size(len(steps), self.points)
+        cut = max(1, -(-len(steps) // self.points))
         wall = metrics.values.get("wall", ())
         began = next((second for second in wall if math.isfinite(second)), 0.0)
-        tokens, total = [], 0.0
-        for value in metrics.values.get("tokens/sampled", ()):
-            total += value if math.isfinite(value) else 0.0
-            tokens.append(total)
+        sampled = np.nan_to_num(np.array(metrics.values.get("tokens/sampled", ())), posinf=0.0, neginf=0.0)
+        ends = slice(cut - 1, None, cut)
         return {
-            "steps": steps[cut - 1 :: cut] if cut > 1 else steps,
-            "tokens": [round(value) for value in (tokens[cut - 1 :: cut] if cut > 1 else tokens)],
-            "seconds": [round(value - began, 1) if math.isfinite(value) else None for value in list(wall)[cut - 1 :: cut]],
+            "steps": steps[ends],
+            "tokens": [round(value) for value in np.cumsum(sampled).tolist()[ends]],
+            "seconds": [round(value - began, 1) if math.isfinite(value) else None for value in list(wall)[ends]],
             "values": {name: _thinned(metrics.values[name], cut) for name in names if name in metrics.values},
         }
 
@@ -142,19 +127,16 @@ class Pages:
     def step(self, parameters: Parameters) -> Json:
         """A step's groups, the most informative first; the newest step where none is named."""
         source, kind = self._source(parameters), self._kind(parameters)
-        steps = source.steps(kind)
+        steps, wanted = source.steps(kind), _whole(parameters, "step")
         if not steps:
             return {"step": None, "kind": kind, "groups": [], "functions": {}, "reward": None, "completions": 0}
-        wanted = _whole(parameters, "step")
-        if wanted is not None:
-            return groups.overview(source, min(steps, key=lambda step: (abs(step - wanted), step)), kind)
-        return groups.overview(source, _newest(source, kind), kind)
+        nearest = _newest(source, kind) if wanted is None else min(steps, key=lambda step: (abs(step - wanted), step))
+        return groups.overview(source, nearest, kind)
 
     def group(self, parameters: Parameters) -> Json:
         """A group with its completions and their tokens."""
-        return groups.group(
-            self._source(parameters), _needed(parameters, "step"), _needed(parameters, "group"), self._kind(parameters)
-        )
+        step, place = _needed(parameters, "step"), _needed(parameters, "group")
+        return groups.group(self._source(parameters), step, place, self._kind(parameters))
 
     def more(self, parameters: Parameters) -> Json:
         """A completion from token `begin` on."""
@@ -229,18 +211,15 @@ class Pages:
     def replay(self, parameters: Parameters) -> Json:
         """Which tokens of a group the update pushed, or would have with `set` changed: see `replays`."""
         source = self._source(parameters)
-        number, place, changes = (
-            _needed(parameters, "step"),
-            _needed(parameters, "group"),
-            replays.checked(parameters.get("set", "")),
-        )
+        number, place = _needed(parameters, "step"), _needed(parameters, "group")
+        changes = replays.checked(parameters.get("set", ""))
         if (key := replays.own_code(source.config())) is not None:
             raise DataError(
                 f"{key} names code of the run's own, which the viewer does not run: groupwise replay RUN --step {number}"
             )
         if not self._replayable(source) or number not in source.steps():
             raise DataError(f"{source.name}: only recorded steps of runs that sample completions can be replayed")
-        return self.replays.group(source.path, number, place, changes)
+        return replays.replayed(source.path, number, place, changes)
 
     @staticmethod
     def _replayable(source: CompletionSource) -> bool:
@@ -314,25 +293,19 @@ def _real(parameters: Parameters, name: str) -> float | None:
 
 def _stretches(steps: Sequence[int]) -> list[list[int]]:
     """Steps as [first, last, stride]: of 10,000 equally spaced ones three numbers."""
-    found: list[list[int]] = []
+    stretches: list[list[int]] = []
     for step in steps:
-        if found and (found[-1][2] == 0 or step - found[-1][1] == found[-1][2]):
-            found[-1][2] = step - found[-1][1]
-            found[-1][1] = step
+        if stretches and stretches[-1][2] in (0, step - stretches[-1][1]):
+            stretches[-1][1:] = step, step - stretches[-1][1]
         else:
-            found.append([step, step, 0])
-    return found
-
-
-def _stretch_size(count: int, points: int) -> int:
-    return max(1, -(-count // points))
+            stretches.append([step, step, 0])
+    return stretches
 
 
 def _thinned(values: Sequence[float], cut: int) -> list[float | None]:
-    if cut == 1:
-        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-    found: list[float | None] = []
+    """The mean of what is known of each stretch."""
+    thinned: list[float | None] = []
     for end in range(cut, len(values) + 1, cut):
         known = [value for value in values[end - cut : end] if math.isfinite(value)]
-        found.append(float(f"{sum(known) / len(known):.6g}") if known else None)
-    return found
+        thinned.append(float(f"{sum(known) / len(known):.6g}") if known else None)
+    return thinned

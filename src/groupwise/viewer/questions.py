@@ -9,7 +9,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import pyarrow.compute as pc
 
 from groupwise.errors import DataError
 from groupwise.rewards.registry import GOLD_COLUMNS
-from groupwise.viewer.groups import Json, excerpt, key_of, lengths_of, loaded, mean, numbers, plain, reward_names
+from groupwise.viewer.groups import Json, excerpt, groups_in, key_of, lengths_of, loaded, mean, numbers, plain, reward_names
 from groupwise.viewer.index import Index
 from groupwise.viewer.sources import TRAINING, CompletionSource
 
@@ -165,13 +167,10 @@ def lenses(source: CompletionSource, first: int, last: int) -> Json:
     chosen = [steps[i] for i in sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int).tolist()))]
     tables = []
     for step in chosen:
-        try:
+        with suppress(DataError):
             table = source.table(step, ("group", "index", "completion_text", "reward", "finish", "trained", "rewards/"))
-        except DataError:
-            continue
-        tables.append(
-            table.slice(0, SCATTER // len(chosen)).append_column("at", pa.array([step] * min(len(table), SCATTER // len(chosen))))
-        )
+            table = table.slice(0, SCATTER // len(chosen))
+            tables.append(table.append_column("at", pa.array([step] * len(table))))
     if not tables:
         raise DataError(f"no completions of steps {first} to {last} can be read")
     table = pa.concat_tables(tables, promote_options="permissive")
@@ -222,14 +221,12 @@ def repetition(text: str) -> float:
 
 def _conflicts(functions: dict[str, np.ndarray], place: dict[str, np.ndarray]) -> list[Json]:
     conflicts = []
-    for name, values in functions.items():
-        for other, against in functions.items():
-            if name != other and np.isfinite(values).any() and np.isfinite(against).any():
-                here = (values > _middle(values)) & (against <= _middle(against))
-                rows = np.flatnonzero(here)[:5]
-                share = float(here.mean())
-                if share > 0.0:
-                    conflicts.append({"high": name, "low": other, "share": share, "places": _places(place, rows)})
+    for (name, values), (other, against) in permutations(functions.items(), 2):
+        if np.isfinite(values).any() and np.isfinite(against).any():
+            here = (values > _middle(values)) & (against <= _middle(against))
+            if share := float(here.mean()):
+                places = [[int(place[key][i]) for key in ("at", "group", "index")] for i in np.flatnonzero(here)[:5]]
+                conflicts.append({"high": name, "low": other, "share": share, "places": places})
     return sorted(conflicts, key=lambda conflict: -conflict["share"])[:12]
 
 
@@ -250,10 +247,6 @@ def _duplicates(place: dict[str, np.ndarray], texts: Sequence[str], reward: np.n
     return sorted(duplicates, key=lambda group: (group["distinct"] / group["size"], -group["step"]))[:12]
 
 
-def _places(place: dict[str, np.ndarray], rows: np.ndarray) -> list[list[int]]:
-    return [[int(place["at"][i]), int(place["group"][i]), int(place["index"][i])] for i in rows]
-
-
 # ---------------------------------------------------------------- two steps side by side
 
 
@@ -268,15 +261,13 @@ def compare(left: tuple[CompletionSource, int], right: tuple[CompletionSource, i
 
 def _groups_of(source: CompletionSource, step: int, kind: str) -> dict[str, Json]:
     table = source.table(step, ("group", "prompt_text", "reward"), kind)
-    place, reward = numbers(table, "group").astype(int), numbers(table, "reward")
-    by_prompt: dict[str, Json] = {}
-    for group in np.unique(place).tolist():
-        rows = np.flatnonzero(place == group)
-        prompt = table.column("prompt_text")[int(rows[0])].as_py() or ""
-        by_prompt[key_of(prompt)] = {
+    reward = numbers(table, "reward")
+    return {
+        key_of(prompt): {
             "group": group, "prompt": excerpt(prompt), "mean": mean(reward[rows]), "rewards": plain(reward[rows]),
-        }  # fmt: skip
-    return by_prompt
+        }
+        for group, rows, prompt in groups_in(table)
+    }  # fmt: skip
 
 
 def shared_steps(index: Index, step: int) -> list[Any]:

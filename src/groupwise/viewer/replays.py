@@ -3,9 +3,9 @@
 The closed form needs torch, which the viewer does not load: `groupwise replay RUN --step N --no-model --json --tokens` is started
 in a process of its own, when it is asked for, one at a time, and the last answers are kept.
 
-A link may ask for a replay, so what it can change is a fixed list: objectives and parts by the names that Groupwise has, and their
-numbers.  Names of somebody's own code (`module:function`) are refused, also where the run's recipe holds them: looking at a folder
-must not run what lies in it.
+A link may ask for a replay, so all that it can change are the objective and the keys under `group`, to numbers and single words.
+Somebody's own code (`module:function`) is refused, also where the run's recipe names it: looking at a folder must not run what lies
+in it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,13 @@ DIGITS = 2e-5
 """Relative difference that rounding explains."""
 COMMAND = (sys.executable, "-P", "-m", "groupwise")
 """What starts Groupwise.  -P: nothing is imported from the working directory."""
-NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
-SINGLE = {
-    "group.beta": (),
-    "group.kl": ("k1", "k2", "k3", "k3_ratio"),
-    "group.off_policy_delta": (),
-    "group.dead_groups": ("exact", "drop"),
-    "group.truncated": ("keep", "mask"),
-}
-"""Keys with one value, and the words that it may be; all of them may be a number."""
+CHANGE = re.compile(r"(objective|group\.[a-z_]+(\.[a-z_]+)?)=(-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[a-z][a-z0-9_]*)")
+"""A change: of the objective or of a key under `group`, to a number or a single word, which names what Groupwise has."""
 OBJECTIVES = tuple(name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher))
 """Objectives that can be replayed without a model: those with a critic or a teacher are not among them."""
+
+
+Json = dict[str, Any]
 
 
 def _replayable(part: type[Part]) -> bool:
@@ -55,19 +51,14 @@ def _replayable(part: type[Part]) -> bool:
     return part.needs_reward and part.reads_logp and not {"value", "teacher_logp"} & set(part.reads)
 
 
-CHANGED = {
-    kind: {name: sorted(parameters(part).keys() - {"beta"}) for name, part in PARTS[kind].items() if _replayable(part)}
-    for kind in ("credit", "ratio", "surrogate", "weights")
-}
-"""By kind and name of a part: its options."""
-
-Json = dict[str, Any]
-
-
 def offered() -> Json:
-    """What the application offers to change."""
-    options = {name: own for parts in CHANGED.values() for name, own in parts.items()}
-    return {"objectives": list(OBJECTIVES), "parts": {kind: list(parts) for kind, parts in CHANGED.items()}, "options": options}
+    """What the application offers to change: objectives, parts by kind, and the options of each part."""
+    parts = {
+        kind: {name: sorted(parameters(part).keys() - {"beta"}) for name, part in PARTS[kind].items() if _replayable(part)}
+        for kind in ("credit", "ratio", "surrogate", "weights")
+    }
+    options = {name: own for known in parts.values() for name, own in known.items()}
+    return {"objectives": list(OBJECTIVES), "parts": {kind: list(known) for kind, known in parts.items()}, "options": options}
 
 
 def own_code(config: Mapping[str, Any]) -> str | None:
@@ -77,103 +68,67 @@ def own_code(config: Mapping[str, Any]) -> str | None:
 
 
 def checked(text: str) -> list[str]:
-    """The changes of `KEY=VALUE;KEY=VALUE`.  Raises DataError for what is not in the fixed list.
+    """The changes of `KEY=VALUE;KEY=VALUE`.  Raises DataError for what a link must not change.
 
     >>> checked("objective=dr_grpo; group.surrogate.high=0.28")
     ['objective=dr_grpo', 'group.surrogate.high=0.28']
     """
-    found = []
-    for change in filter(None, (part.strip() for part in text.split(";"))):
-        key, _, value = (part.strip() for part in change.partition("="))
-        if not _allowed(key, value):
-            raise DataError(
-                f"{key}={value}: a replay in the viewer changes objectives and parts that Groupwise has, and their numbers"
-            )
-        found.append(f"{key}={value}")
-    return found
+    changes = [re.sub(r"\s*=\s*", "=", part.strip(), count=1) for part in text.split(";") if part.strip()]
+    for change in changes:
+        if CHANGE.fullmatch(change) is None:
+            raise DataError(f"{change}: a replay in the viewer changes objectives and parts that Groupwise has, and their numbers")
+    return changes
 
 
-def _allowed(key: str, value: str) -> bool:
-    if key == "objective":
-        return value in OBJECTIVES
-    if key in SINGLE:
-        return value in SINGLE[key] or NUMBER.fullmatch(value) is not None
-    part = key.removeprefix("group.").partition(".")
-    if not key.startswith("group.") or part[0] not in CHANGED:
-        return False
-    if part[2] in ("", "name"):
-        return value in CHANGED[part[0]]
-    known = {option for options in CHANGED[part[0]].values() for option in options}
-    return part[2] in known and (NUMBER.fullmatch(value) is not None or value in ("true", "false", "group", "batch", "none"))
+def replayed(folder: Path, number: int, place: int, changes: Sequence[str]) -> Json:
+    """One group of a replayed step, each token's push in the step's last pass as a share of the group's sum of |gradient|.
+
+    `recorded` by the run's own configuration; `replay` by the changed one (by the recorded one where nothing was changed);
+    `change` is the second less the first.  Positive: made likelier.   None where there is no closed form.
+
+    Raises DataError for a step that cannot be replayed, and a group that is not there.
+    """
+    if not _one.acquire(timeout=LONGEST):
+        raise DataError("another replay is still being computed")
+    try:
+        step = computed(folder, number, tuple(changes))
+    finally:
+        _one.release()
+    if not 0 <= place < len(step["tokens"]):
+        raise DataError(f"step {number} has no group {place}")
+    rows, said = step["tokens"][place], step["changed"] or step["recorded"]
+    recorded = _shares([row["recorded"] for row in rows])
+    replay = _shares([row["changed"] for row in rows]) if changes else recorded
+    change = [_difference(one, other) if changes else None for one, other in zip(recorded, replay, strict=True)]
+    columns = {"recorded": recorded, "replay": replay, "change": change}
+    scales = {name: _scale(values) for name, values in columns.items()}
+    if scales["change"] and scales["replay"]:  # no trifle looks large
+        bound = max(scales["change"][1], LEAST * scales["replay"][1])
+        scales["change"] = [-bound, bound]
+    return {
+        "algorithm": said["algorithm"],
+        "without": said["without"],
+        "loss": [step["recorded"]["loss"], said["loss"]],
+        "pushes": step.get("pushes"),
+        "completions": [
+            {"index": row["index"], **{name: _plain(values[i]) for name, values in columns.items()}} for i, row in enumerate(rows)
+        ],
+        "scales": scales,
+    }
 
 
-class Replays:
-    """Replays of steps, computed one at a time."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int, tuple[str, ...]], Json] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def step(self, folder: Path, number: int, changes: Sequence[str]) -> Json:
-        """What `groupwise replay --json --tokens` says.  Raises DataError with what it says if it cannot."""
-        key = (str(folder), number, tuple(changes))
-        if not self._lock.acquire(timeout=LONGEST):
-            raise DataError("another replay is still being computed")
-        try:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-            self._kept[key] = found = _computed(folder, number, changes)
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            return found
-        finally:
-            self._lock.release()
-
-    def group(self, folder: Path, number: int, place: int, changes: Sequence[str]) -> Json:
-        """One group of it, each token's push in the step's last pass as a share of the group's sum of |gradient|.
-
-        `recorded` by the run's own configuration; `replay` by the changed one (by the recorded one where nothing was changed);
-        `change` is the second less the first.  Positive: made likelier.   None where there is no closed form.
-        """
-        found = self.step(folder, number, changes)
-        if not 0 <= place < len(found["tokens"]):
-            raise DataError(f"step {number} has no group {place}")
-        rows = found["tokens"][place]
-        recorded = _shares([row["recorded"] for row in rows])
-        changed = _shares([row["changed"] for row in rows]) if changes else recorded
-        columns = []
-        for one, other in zip(recorded, changed, strict=True):
-            difference = _difference(one, other)
-            columns.append({"recorded": _plain(one), "replay": _plain(other), "change": _plain(difference) if changes else None})
-        said = found["changed"] or found["recorded"]
-        return {
-            "algorithm": said["algorithm"],
-            "without": said["without"],
-            "loss": [found["recorded"]["loss"], said["loss"]],
-            "pushes": found.get("pushes"),
-            "completions": [{"index": row["index"], **own} for row, own in zip(rows, columns, strict=True)],
-            "scales": {
-                "recorded": _scale([own["recorded"] for own in columns]),
-                "replay": (whole := _scale([own["replay"] for own in columns])),
-                "change": _scale([own["change"] for own in columns], least=LEAST * whole[1] if whole else 0.0),
-            },
-        }
+_one = threading.Lock()
 
 
-def _computed(folder: Path, number: int, changes: Sequence[str]) -> Json:
+@lru_cache(KEPT)
+def computed(folder: Path, number: int, changes: tuple[str, ...]) -> Json:
+    """What `groupwise replay --json --tokens` says of a step.  Raises DataError with what it says if it cannot."""
     options = [text for change in changes for text in ("--set", change)]
-    command = [*COMMAND, "replay", str(folder.resolve()), "--step", str(number), "--no-model"]
+    command = [*COMMAND, "replay", str(folder.resolve()), "--step", str(number), "--no-model", "--json", "--tokens", *options]
     outside = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
-            [*command, "--json", "--tokens", *options],
-            capture_output=True,
-            text=True,
-            env=outside,
-            stdin=subprocess.DEVNULL,
-            timeout=LONGEST,
-            check=False,
+            command, capture_output=True, text=True, env=outside, stdin=subprocess.DEVNULL, timeout=LONGEST, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise DataError(f"the replay of step {number} took more than {LONGEST:.0f} s: see groupwise replay") from error
@@ -184,7 +139,11 @@ def _computed(folder: Path, number: int, changes: Sequence[str]) -> Json:
         raise DataError(said.partition(": ")[2] or said) from error
 
 
-def _shares(gradients: Sequence[Sequence[float] | None]) -> list[np.ndarray | None]:
+Columns = list[np.ndarray | None]
+"""A number for each token of a completion, of each completion."""
+
+
+def _shares(gradients: Sequence[Sequence[float] | None]) -> Columns:
     """- dLoss/dlog-prob over the sum of its sizes."""
     columns = [None if column is None else -np.asarray(column, np.float64) for column in gradients]
     total = sum(float(np.abs(column).sum()) for column in columns if column is not None)
@@ -202,10 +161,10 @@ def _plain(column: np.ndarray | None) -> list[float] | None:
     return None if column is None else [float(f"{value:.4g}") + 0.0 for value in column.tolist()]
 
 
-def _scale(columns: Sequence[Sequence[float] | None], least: float = 0.0) -> list[float] | None:
-    """Symmetric around 0; a single outlier must not turn everything else pale, and no trifle looks large."""
-    flat = np.abs(np.array([value for column in columns if column is not None for value in column]))
+def _scale(columns: Columns) -> list[float] | None:
+    """Symmetric around 0; a single outlier must not turn everything else pale."""
+    flat = np.concatenate([np.abs(column) for column in columns if column is not None] or [np.zeros(0)])
     if not flat.size:
         return None
-    bound = max(float(np.quantile(flat, 0.98)) or float(flat.max()), least, 1e-9)
+    bound = max(float(np.quantile(flat, 0.98)) or float(flat.max()), 1e-9)
     return [-bound, bound]

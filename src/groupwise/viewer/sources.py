@@ -12,6 +12,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,9 +48,6 @@ class Metrics:
         self._reader = None if files is None else LogReader(files)
         self._lock = threading.Lock()
         self.problems: list[str] = []
-        self._clear()
-
-    def _clear(self) -> None:
         self.steps = array("q")
         self.values: dict[str, array[float]] = {}
 
@@ -64,46 +62,46 @@ class Metrics:
                 self.problems = [str(error)]
                 return self
             if self._reader.restarted:
-                self._clear()
-            full = sum(self._add(entry) for entry in entries)
-            more = [f"metrics.jsonl holds more than {MOST_NUMBERS:,} numbers: some are left out"] if full else []
+                self.steps, self.values = array("q"), {}
+            cut = sum(not self.add(entry) for entry in entries)
+            more = [f"metrics.jsonl holds more than {MOST_NUMBERS:,} numbers: some are left out"] if cut else []
             self.problems = [*self._reader.problems, *more]
         return self
 
-    def _add(self, entry: Mapping[str, Any]) -> bool:
-        """True if something had to be left out."""
-        full = False
+    def add(self, entry: Mapping[str, Any]) -> bool:
+        """A line; False if something had to be left out."""
+        whole, count = True, len(self.steps)
         for name, value in entry.items():
             if name == "step" or isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if name not in self.values:
-                if len(self.steps) * (len(self.values) + 1) > MOST_NUMBERS:
-                    full = True
-                    continue
-                self.values[name] = array("d", [math.nan]) * len(self.steps)
-            self.values[name].append(float(value) if abs(value) < 1e300 else math.nan)
+            if name in self.values or count * (len(self.values) + 1) <= MOST_NUMBERS:
+                column = self.values.setdefault(name, array("d", [math.nan]) * count)
+                column.append(float(value) if abs(value) < 1e300 else math.nan)
+            else:
+                whole = False
         self.steps.append(entry["step"])
         for column in self.values.values():
-            if len(column) < len(self.steps):
-                column.append(math.nan)
-        return full
+            column.extend([math.nan] * (len(self.steps) - len(column)))
+        return whole
 
     def history(self) -> list[dict[str, float]]:
         """The last steps as mappings, for the flags: what was not computed has no key."""
-        count = len(self.steps)
         return [
             {name: column[i] for name, column in self.values.items() if not math.isnan(column[i]) or name == "reward"}
-            for i in range(max(0, count - 10), count)
+            for i in range(max(0, len(self.steps) - 10), len(self.steps))
             if self.steps[i] > 0
         ]
 
 
 class CompletionSource:
-    """A run folder or file with completions.  What a file cannot say is answered here: it has no recipe and no machine."""
+    """Completions step by step, and what is known beside them.  Those of a file are in memory; it has no recipe and no machine."""
 
-    def __init__(self, path: Path, name: str | None = None) -> None:
+    def __init__(
+        self, path: Path, name: str | None = None, *, tables: Mapping[int, pa.Table] | None = None, files: RunFiles | None = None
+    ) -> None:
         self.path = path
         self.name = name or path.name
+        self._metrics, self._tables = Metrics(files), dict(tables or {})
 
     def state(self) -> dict[str, Any]:
         """`state` (live, finished, failed, stopped, file), why it failed, the last step, and how many are planned."""
@@ -115,15 +113,18 @@ class CompletionSource:
 
     def steps(self, kind: str = TRAINING) -> list[int]:
         """Steps whose completions can be read, in order."""
-        raise NotImplementedError
+        return list(self._tables) if kind == TRAINING else []
 
     def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
         """The completions of a step; columns that are not there are left out, `rewards/` is all of them.  Raises DataError."""
-        raise NotImplementedError
+        if step not in self.steps(kind):
+            raise DataError(f"{self.name} holds no step {step}")
+        table = self._tables[step]
+        return table.select([name for name in table.column_names if columns is None or name in columns or family(name) in columns])
 
     def metrics(self) -> Metrics:
-        """The numbers of every step."""
-        raise NotImplementedError
+        """The numbers of every step so far."""
+        return self._metrics.refresh()
 
     def config(self) -> dict[str, Any]:
         """The recipe's keys, with dots."""
@@ -153,9 +154,8 @@ class RunSource(CompletionSource):
     """A run folder.  What is wrong in it is kept in `problems`, by file; the rest is shown."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
-        super().__init__(path, name)
         self.files = RunFiles(path)
-        self._metrics = Metrics(self.files)
+        super().__init__(path, name, files=self.files)
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._listed: dict[str, tuple[int, dict[int, str]]] = {}
@@ -179,9 +179,7 @@ class RunSource(CompletionSource):
 
     def _note(self, name: str, wrong: list[str]) -> None:
         with self._lock:
-            self._wrong.pop(name, None)
-            if wrong:
-                self._wrong[name] = wrong
+            self._wrong[name] = wrong
 
     def state(self) -> dict[str, Any]:
         """Live while a process holds the run's lock, finished once the run has marked its end, failed by an error, else stopped."""
@@ -229,10 +227,6 @@ class RunSource(CompletionSource):
             self._note(name, [])
         return found
 
-    def metrics(self) -> Metrics:
-        """The metrics so far; `metrics.jsonl` is read on."""
-        return self._metrics.refresh()
-
     def config(self) -> dict[str, Any]:
         """From `config.yaml`; empty if it cannot be read."""
         if (changed := self.files.changed(CONFIG)) is None:
@@ -275,47 +269,22 @@ class RunSource(CompletionSource):
             raise RunError(f"{self.path / name}: {error}") from error
 
 
-class FileSource(CompletionSource):
-    """A Parquet or JSONL file of completions, with whatever columns it has.
+def open_file(path: Path, name: str | None = None) -> CompletionSource:
+    """A Parquet or JSONL file of completions, with whatever columns it has.  Raises DataError.
 
     Understood: prompt, completion (text or messages), reward or score, metrics or `rewards/NAME`, step, group or example, finish;
-    under the names that Groupwise, TRL, verl, verifiers and common evaluation harnesses give them.
+    under the names that Groupwise, TRL, verl, verifiers and common evaluation harnesses give them.  Its metrics are the mean reward
+    and the mean length in characters by step.
     """
-
-    def __init__(self, path: Path, name: str | None = None) -> None:
-        super().__init__(path, name)
-        self._metrics = Metrics(None)
-        self._steps: dict[int, pa.Table] = {}
-        for step, rows in sorted(_by_step(_rows_of(path)).items()):
-            together = sorted(rows, key=lambda row: (row["group"], row["index"]))
-            self._steps[step] = pa.Table.from_pylist(_filled(together))
-        self._add_metrics()
-
-    def _add_metrics(self) -> None:
-        """What a run would have logged, as far as the completions say it."""
-        metrics = self._metrics
-        metrics.values = {"reward": array("d"), "completions/mean_length": array("d")}
-        for step, table in self._steps.items():
-            rewards = [value for value in table.column("reward").to_pylist() if value is not None and not math.isnan(value)]
-            lengths = [len(text) for text in table.column("completion_text").to_pylist()]
-            metrics.steps.append(step)
-            metrics.values["reward"].append(sum(rewards) / len(rewards) if rewards else math.nan)
-            metrics.values["completions/mean_length"].append(sum(lengths) / len(lengths))
-
-    def steps(self, kind: str = TRAINING) -> list[int]:
-        """The steps that its rows name."""
-        return list(self._steps) if kind == TRAINING else []
-
-    def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
-        """Rows of a step, kept in memory."""
-        if kind != TRAINING or step not in self._steps:
-            raise DataError(f"{self.name} holds no step {step}")
-        table = self._steps[step]
-        return table.select([name for name in table.column_names if columns is None or name in columns or family(name) in columns])
-
-    def metrics(self) -> Metrics:
-        """Mean reward and mean length in characters by step."""
-        return self._metrics
+    steps = dict(sorted(_by_step(_rows_of(path)).items()))
+    place = itemgetter("group", "index")
+    source = CompletionSource(path, name, tables={step: pa.Table.from_pylist(sorted(steps[step], key=place)) for step in steps})
+    for step, rows in steps.items():
+        rewards = [row["reward"] for row in rows if row["reward"] is not None and not math.isnan(row["reward"])]
+        lengths = [len(row["completion_text"]) for row in rows]
+        reward, length = sum(rewards) / len(rewards) if rewards else math.nan, sum(lengths) / len(lengths)
+        source.metrics().add({"step": step, "reward": reward, "completions/mean_length": length})
+    return source
 
 
 def open_source(path: str | Path, name: str | None = None) -> CompletionSource:
@@ -328,7 +297,7 @@ def open_source(path: str | Path, name: str | None = None) -> CompletionSource:
         near = f"; there are runs in it: {', '.join(inside[:8])}" if inside else ""
         raise DataError(f"{path} is no run folder (it holds no {CONFIG}){near}")
     if path.suffix.lower() in DATA_SUFFIXES:
-        return FileSource(path, name)
+        return open_file(path, name)
     raise DataError(f"{path} is neither a run folder nor a file that ends in {', '.join(DATA_SUFFIXES)}{near_path(path)}")
 
 
@@ -357,103 +326,98 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 # ---------------------------------------------------------------- files of completions
 
-_COMPLETION = ("completion_text", "completion", "response", "output", "generation", "answer_text", "text", "messages", "trajectory")
-_PROMPT = ("prompt_text", "prompt", "question", "input", "instruction", "problem")
-_REWARD = ("reward", "score", "rewards", "total_reward")
-_STEP = ("step", "global_step", "training_step", "iteration")
-_GROUP = ("group", "example_id", "group_id", "prompt_id", "uid", "idx")
-_FINISH = ("finish", "finish_reason", "stop_reason", "stop_condition", "stop")
+NAMES = {
+    "completion": (
+        *("completion_text", "completion", "response", "output", "generation", "answer_text", "text", "messages", "trajectory"),
+    ),
+    "prompt": ("prompt_text", "prompt", "question", "input", "instruction", "problem"),
+    "reward": ("reward", "score", "rewards", "total_reward"),
+    "step": ("step", "global_step", "training_step", "iteration"),
+    "group": ("group", "example_id", "group_id", "prompt_id", "uid", "idx"),
+    "finish": ("finish", "finish_reason", "stop_reason", "stop_condition", "stop"),
+}
+"""The names that columns have."""
 
 
 def _rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows that hold a completion.  Raises DataError if there are none."""
     try:
-        if path.suffix.lower() == ".parquet":
-            return bounded_table(path.read_bytes()).to_pylist()
-        if path.stat().st_size > LARGEST_JSONL:
-            raise DataError(
-                f"{path} has {path.stat().st_size >> 20} MiB: convert it to Parquet, or cut it to {LARGEST_JSONL >> 20}"
-            )
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        rows = _json_rows(path) if path.suffix.lower() != ".parquet" else bounded_table(path.read_bytes()).to_pylist()
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    found = [row for row in rows if isinstance(row, dict) and _first(row, "completion") is not None]
+    if not found:
+        has = f"it has {', '.join(rows[0])}" if isinstance(rows[0], dict) else "its rows are no JSON objects"
+        raise DataError(f"{path} has no column that could be a completion ({', '.join(NAMES['completion'])}); {has}")
+    if lost := len(rows) - len(found):
+        logger(__name__).warning("%s: %d of %d rows hold no completion, and are left out", path, lost, len(rows))
+    return found
+
+
+def _json_rows(path: Path) -> list[Any]:
+    """Raises OSError, DataError."""
+    if path.stat().st_size > LARGEST_JSONL:
+        raise DataError(f"{path} has {path.stat().st_size >> 20} MiB: convert it to Parquet, or cut it to {LARGEST_JSONL >> 20}")
+    text, rows = path.read_text(encoding="utf-8-sig", errors="replace"), []
     if path.suffix.lower() == ".json":
         try:
             data = bounded_json(text)
         except ValueError as error:
             raise DataError(f"{path} is no JSON: {error}") from error
         rows = (data.get("rows") or data.get("results") or [data]) if isinstance(data, dict) else data
-        rows = rows if isinstance(rows, list) else [rows]
-    else:
-        rows = []
-        lines = text.split("\n")
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    rows.append(bounded_json(line))
-                except ValueError as error:
-                    if number < len(lines):  # the last line may be one that is being written
-                        raise DataError(f"{path}:{number}: no JSON: {error}") from error
-    if not rows:
-        raise DataError(f"{path} holds no rows")
-    found = [row for row in rows if isinstance(row, dict) and _first(row, _COMPLETION) is not None]
-    if not found:
-        has = f"it has {', '.join(rows[0])}" if isinstance(rows[0], dict) else "its rows are no JSON objects"
-        raise DataError(f"{path} has no column that could be a completion ({', '.join(_COMPLETION)}); {has}")
-    if len(found) < len(rows):
-        lost = len(rows) - len(found)
-        logger(__name__).warning("%s: %d of %d rows hold no completion, and are left out", path, lost, len(rows))
-    return found
+        return rows if isinstance(rows, list) else [rows]
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows += [bounded_json(line)] if line.strip() else []
+        except ValueError as error:
+            if number < len(lines):  # the last line may be one that is being written
+                raise DataError(f"{path}:{number}: no JSON: {error}") from error
+    return rows
 
 
-def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
+def _first(row: Mapping[str, Any], what: str) -> Any:
+    return next((row[name] for name in NAMES[what] if row.get(name) is not None), None)
 
 
 def _by_step(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     """The rows as completions, by step; rows that share a prompt (or an example) are a group."""
     steps: dict[int, list[dict[str, Any]]] = {}
     groups: dict[int, dict[str, list[int]]] = {}
-    for row in rows:
-        completion = _completion(row)
-        own = groups.setdefault(completion["step"], {})
-        name = _first(row, _GROUP)
+    completions = list(map(_completion, rows))
+    names = dict.fromkeys(name for completion in completions for name in completion)
+    for row, completion in zip(rows, completions, strict=True):
+        name = _first(row, "group")
         key = str(completion["prompt_text"] if name is None else name)
-        place = own.setdefault(key, [len(own), 0])
-        steps.setdefault(completion["step"], []).append({**completion, "group": place[0], "index": place[1], "prompt_id": key})
+        known = groups.setdefault(completion["step"], {})
+        place = known.setdefault(key, [len(known), 0])
+        completion |= {"group": place[0], "index": place[1], "prompt_id": key}
+        steps.setdefault(completion["step"], []).append(names | completion)
         place[1] += 1
     return steps
 
 
 def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    completion, prompt = _first(row, _COMPLETION), _first(row, _PROMPT)
-    step = _number(_first(row, _STEP))
-    reward = _first(row, _REWARD)
-    several = {**(reward if isinstance(reward, Mapping) else {}), **_numbers(row.get("metrics"))}
+    completion, reward, step = _first(row, "completion"), _first(row, "reward"), _number(_first(row, "step"))
+    several: dict[str, Any] = dict(reward) if isinstance(reward, Mapping) else {}
+    if isinstance(metrics := row.get("metrics"), Mapping):
+        several |= {name: value for name, value in metrics.items() if _number(value) is not None}
     several |= {name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")}
+    rewards = {f"rewards/{name}": _number(value) for name, value in several.items()}
     single = _number(reward)
-    finish = _first(row, _FINISH)
-    truncated = row.get("is_truncated") is True
     fields: dict[str, Any] = {
         "step": 0 if step is None else int(step),
-        "prompt_text": _text(prompt),
+        "prompt_text": _text(_first(row, "prompt")),
         "completion_text": _text(completion),
-        "reward": single if single is not None else sum(filter(None, map(_number, several.values()))) if several else None,
-        "finish": "length" if truncated else _text(finish) or "",
-        **{f"rewards/{name}": _number(value) for name, value in several.items()},
+        "reward": single if single is not None or not rewards else sum(filter(None, rewards.values())),
+        "finish": "length" if row.get("is_truncated") is True else _text(_first(row, "finish")),
+        **rewards,
     }
     if isinstance(completion, list):
         fields["messages"] = json.dumps(completion, default=str)
     return fields
-
-
-def _filled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return [{name: row.get(name) for name in names} for row in rows]
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    known = {str(key): _number(n) for key, n in value.items()} if isinstance(value, Mapping) else {}
-    return {name: number for name, number in known.items() if number is not None}
 
 
 def _number(value: Any) -> float | None:

@@ -997,11 +997,11 @@ function foundRow(one) {
 // ---------------------------------------------------------------- two steps, two runs
 
 VIEWS.compare = async (main) => {
-  const run = runHere(),
-    still = staying(),
+  const still = staying(),
     chosenKind = here.kind;
-  const sampled = RUNS.find((one) => one !== run && one.metrics.includes("reward")); // runs on data have no completions
-  const other = RUNS[Number(here.other)] || sampled || run;
+  const samples = (one) => one.metrics.includes("reward"); // runs on data have no completions
+  const run = (here.run === undefined && !samples(runHere()) && RUNS.find(samples)) || runHere();
+  const other = RUNS[Number(here.other)] || RUNS.find((one) => one !== run && samples(one)) || run;
   if (ANSWERS) {
     fill(main, await differences(overlaid()));
     return;
