@@ -228,7 +228,7 @@ def trl_table() -> str:
         lines += ["| TRL | here |", "|---|---|"]
         for (key, says), names in rows.items():
             short_says = cell(says.replace(ROLLOUTS, "counts optimizer steps, ours rollouts"))
-            here = ": ".join(filter(None, [f"`{key}`" if key is not None else "", short_says]))
+            here = short_says if key is None else f"`{key}` ({short_says})" if short_says else f"`{key}`"
             lines.append(f"| {', '.join(names)} | {here} |")
     return "\n".join(lines[1:])
 
