@@ -520,18 +520,16 @@ def _hosts(rewards: Sequence[Reward], files: dict[str, Host], live: Mapping[str,
 def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[RewardCall]:
     """A call for each completion, or one for all.  Raises RewardError for arguments that cannot be copied."""
     keywords = reward.keywords(batch)
-    parts: list[tuple[list[str], dict[str, Any], str | None]] = [([*batch.labels], keywords, None)] if len(batch) else []
-    if reward.signature.single:
-        rows = zip(batch.labels, batch.texts, strict=True)
-        parts = [([label], {key: keywords[key][n] for key in keywords}, text[:200]) for n, (label, text) in enumerate(rows)]
     try:
-        return [
-            RewardCall(reward=reward, labels=labels, pickled=pickle.dumps(part), state=state, text=text)
-            for labels, part, text in parts
-        ]
+        rows = [pickle.dumps({key: values[n] for key, values in keywords.items()}) for n in range(len(batch))]
     except Exception as error:  # whatever an object of a data row raises
         names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
         raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
+    call = partial(RewardCall, reward=reward, state=state)
+    if reward.signature.single:
+        completions = zip(batch.labels, batch.texts, rows, strict=True)
+        return [call(labels=[label], text=text[:200], pickled=[row]) for label, text, row in completions]
+    return [call(labels=[*batch.labels], pickled=rows)] if rows else []
 
 
 def _in_this_process(reward: Reward, batch: Completions) -> Outcome:

@@ -23,8 +23,6 @@ from groupwise.utils.process_main import described
 if TYPE_CHECKING:
     import asyncio
 
-ATOMS = (str, bytes, int, float, complex, bool, type(None))
-"""What cannot be changed and needs no copy."""
 CLEANED_UP = 1.0
 """Seconds that an asynchronous call which is cancelled has to clean up."""
 
@@ -35,8 +33,8 @@ class RewardCall:
 
     reward: Reward
     labels: Sequence[str]
-    pickled: bytes
-    """Pickle of the keyword arguments: values of the one completion, or lists with an entry per completion."""
+    pickled: Sequence[bytes]
+    """For each completion a pickle of the keyword arguments."""
     state: TrainerState
     text: str | None = None
     """The beginning of the one completion, for messages."""
@@ -57,32 +55,15 @@ class RewardCall:
 
     def keywords(self, notes: Notes) -> dict[str, Any]:
         """Keyword arguments, nothing in them shared between completions; fixed arguments are copies."""
-        columns, fixed = pickle.loads(self.pickled), copy.deepcopy(dict(self.reward.arguments))
-        if not self.single:
-            columns = {name: unshared(values) for name, values in columns.items()}
+        rows = [pickle.loads(row) for row in self.pickled]
+        columns = rows[0] if self.single else {name: [row[name] for row in rows] for name in rows[0]}
         asks = [name for name in self.reward.signature.asks if name in RUN_PARAMETERS]
-        return columns | fixed | notes.parameters(asks, self.state)
+        return columns | copy.deepcopy(dict(self.reward.arguments)) | notes.parameters(asks, self.state)
 
     def ended(self, returned: Any, notes: Notes, began: float) -> dict[str, Any]:
         """The answer of a call that has come to its end.  Raises RewardError for what is no reward."""
         values = self.reward.checked([returned] if self.single else returned, self.labels)
         return {"values": values, "notes": notes.as_json(), "seconds": time.monotonic() - began}
-
-
-def unshared(values: list[Any]) -> list[Any]:
-    """The same values; of an object that stands in several places, each gets a copy.
-
-    >>> first, second = unshared([[1]] * 2)
-    >>> first.append(2)
-    >>> second
-    [1]
-    """
-    seen: set[int] = set()
-    apart = []
-    for value in values:
-        apart.append(copy.deepcopy(value) if id(value) in seen and not isinstance(value, ATOMS) else value)
-        seen.add(id(value))
-    return apart
 
 
 def worker(specs: Sequence[str]) -> Callable[..., Any]:

@@ -32,10 +32,8 @@ from typing import Any, NoReturn
 
 LONGEST_ANSWER = 1 << 28
 """Bytes; a worker that announces more is taken for broken."""
-PRINTED = 1 << 18
-"""Bytes that a worker and its forks may print at once."""
-PRINTED_EACH_SECOND = 1 << 14
-"""... and so many more in each second after that."""
+PRINTED, PRINTED_IN = 1 << 18, 16.0
+"""Bytes that a worker and its forks may print in so many seconds."""
 NOTICED = 1000
 """Milliseconds within which a supervisor notices the end of a worker that nobody waits for; the parent sees it at once."""
 LINUX = sys.platform.startswith("linux")
@@ -134,7 +132,7 @@ class Output:
     def __init__(self, file: int) -> None:
         """file: descriptor of the file."""
         self.reader, self._writer = os.pipe()
-        self._file, self._allowed, self._since, self._dropped = file, float(PRINTED), time.monotonic(), 0
+        self._file, self._allowed, self._since, self._dropped = file, PRINTED, time.monotonic(), 0
         self._writable = select.poll()
         self._writable.register(file, select.POLLOUT)
 
@@ -157,13 +155,10 @@ class Output:
             data = os.read(self.reader, 1 << 16)
         except BlockingIOError:
             return True
-        now = time.monotonic()
-        self._allowed = min(self._allowed + (now - self._since) * PRINTED_EACH_SECOND, PRINTED)
-        self._since = now
-        if self._dropped and self._allowed >= PRINTED / 4:
-            self._tell()
-        room = 0 if self._dropped else int(self._allowed)
-        written = self._write(data[:room])
+        if time.monotonic() - self._since > PRINTED_IN:
+            self._count_dropped()
+            self._allowed, self._since = PRINTED, time.monotonic()
+        written = self._write(data[: 0 if self._dropped else self._allowed])
         self._allowed -= written
         self._dropped += len(data) - written
         return data != b""
@@ -174,11 +169,11 @@ class Output:
         with contextlib.suppress(OSError):
             while select.select([self.reader], [], [], 0.0)[0] and self.pass_on() and time.monotonic() < end:
                 pass
-        if self._dropped:
-            self._tell()
+        self._count_dropped()
 
-    def _tell(self) -> None:
-        self._write(f"\n[{self._dropped:,} bytes that worker processes printed were left out]\n".encode())
+    def _count_dropped(self) -> None:
+        if self._dropped:
+            self._write(f"\n[{self._dropped:,} bytes that worker processes printed were left out]\n".encode())
         self._dropped = 0
 
     def _write(self, data: bytes) -> int:
