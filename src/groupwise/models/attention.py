@@ -12,7 +12,7 @@ T positions of the stream   H query heads   K key-value heads   D head width   E
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, Protocol
@@ -24,7 +24,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from groupwise.errors import ConfigError
 from groupwise.models.masks import REMEDY, note_reach, reach_of, set_attention
 from groupwise.ops.attention import Query, StreamAttention
-from groupwise.ops.functional import again
 from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.records import Layout
 
@@ -68,11 +67,6 @@ def attended() -> Attend | None:
     """What a forward pass runs inside of; None in an ordinary one."""
     stream = _stream.get()
     return None if stream is None else stream[0]
-
-
-def recomputation() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of torch's checkpoint for blocks of packed streams."""
-    return again(_stream)
 
 
 def packed_attention(

@@ -6,7 +6,8 @@ T positions of a stream   D width
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.errors import ConfigError
-from groupwise.models.attention import Attend, attending, recomputation
+from groupwise.models.attention import Attend, attending
 from groupwise.models.lora import adapter_off
 from groupwise.models.policy import Policy
 
@@ -64,9 +65,8 @@ def checkpointing(policy: Policy, on: bool) -> Iterator[None]:
     before = [vars(block).get("forward") for block in blocks]
     for block in blocks:
         plain: Any = block.forward
-        plain = plain.args[0] if getattr(plain, "func", None) is checkpoint else plain
-        again = on and block is not blocks[-1]
-        block.forward = partial(checkpoint, plain, use_reentrant=False, context_fn=recomputation) if again else plain
+        plain = plain.args[0] if getattr(plain, "func", None) is _recomputed else plain
+        block.forward = partial(_recomputed, plain) if on and block is not blocks[-1] else plain
     try:
         yield
     finally:
@@ -75,3 +75,8 @@ def checkpointing(policy: Policy, on: bool) -> Iterator[None]:
                 del block.forward
             else:
                 block.forward = forward
+
+
+def _recomputed(compute: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """`compute(*inputs)`; in the backward pass again in the same context, whichever thread runs it."""
+    return checkpoint(copy_context().run, compute, *inputs, use_reentrant=False, **named)

@@ -11,10 +11,9 @@ T positions of a stream   D width   H heads   W head width   I inner width of an
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -50,36 +49,13 @@ _copies: ContextVar[Copies | None] = ContextVar("copies", default=None)
 def copies_of_weights(keep: bool) -> Iterator[None]:
     """While inside, whichever thread runs the backward pass, a weight is copied into a lower precision once (`keep`)."""
     copies = Copies() if keep else None
+    before = _copies.set(copies)
     try:
-        with Again({_copies: copies}):
-            yield
+        yield
     finally:
+        _copies.reset(before)
         if copies is not None:
             copies.close()
-
-
-def again(*variables: ContextVar[Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What to compute a block in, and what to compute it in again, whichever thread does: `context_fn` of torch's checkpoint.
-
-    variables: besides the copies of weights, what has to be then as it is now.
-    """
-    return nullcontext(), Again({variable: variable.get() for variable in (_copies, *variables)})
-
-
-class Again(threading.local):
-    """Context variables have these values while inside, entered as often as there are backward passes through a block, in any
-    thread."""
-
-    def __init__(self, values: Mapping[ContextVar[Any], Any]) -> None:
-        self.values = values
-        self.before: list[list[tuple[ContextVar[Any], Token[Any]]]] = []
-
-    def __enter__(self) -> None:
-        self.before.append([(variable, variable.set(value)) for variable, value in self.values.items()])
-
-    def __exit__(self, *_: object) -> None:
-        for variable, token in self.before.pop():
-            variable.reset(token)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
