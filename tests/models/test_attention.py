@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from head_losses import reference_logprobs
 from torch import Tensor
 
 from groupwise.config.settings import ModelSettings
@@ -16,7 +17,7 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.backbone import checkpointing
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
-from groupwise.ops.linear_cross_entropy import head_logits, reference_logprobs
+from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.proof.prove import prove
 from groupwise.records import Sample
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from head_losses import FunctionLoss
+from head_losses import FunctionLoss, reference_logprobs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -26,7 +26,7 @@ from groupwise.models.passes import forward
 from groupwise.ops import attention, functional, kernels, linear_cross_entropy
 from groupwise.ops.functional import mlp, rms_norm, rotary
 from groupwise.ops.in_place_gradients import gradient_of, summed_in_place, summing
-from groupwise.ops.linear_cross_entropy import FusedLoss, Head, chosen_logprobs, reference_logprobs
+from groupwise.ops.linear_cross_entropy import FusedLoss, Head, chosen_logprobs
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass, assess, score, update
 

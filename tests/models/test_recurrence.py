@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from head_losses import reference_logprobs
 from planted import randomise
 from sample_texts import TOKENIZER
 from steps import score_rollouts
@@ -40,7 +41,6 @@ from groupwise.models.policy import Policy
 from groupwise.models.recurrence import changes, recurrent_layers
 from groupwise.models.sharded import frozen_copy
 from groupwise.ops import recurrence
-from groupwise.ops.linear_cross_entropy import reference_logprobs
 from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.proof import cache
 from groupwise.proof.prove import prove

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from head_losses import reference_logprobs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.ops.linear_cross_entropy import FusedLoss, Head, PositionSupport, chosen_logprobs, reference_logprobs
+from groupwise.ops.linear_cross_entropy import FusedLoss, Head, PositionSupport, chosen_logprobs
 
 M, D, V = 300, 6, 23  # three chunks
 

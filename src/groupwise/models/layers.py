@@ -227,11 +227,7 @@ def _gpt2_mlp(module: Any) -> MLP | None:
 
 
 def _rotary_layer(module: Any) -> Layer:
-    return Layer(norm=module.input_layernorm, mixer=module.self_attn, mlp_norm=module.post_attention_layernorm, mlp=module.mlp)
-
-
-def _hybrid_layer(module: Any) -> Layer:
-    mixer = module.linear_attn if module.block_type == "linear_attention" else module.self_attn
+    mixer = getattr(module, "linear_attn", None) or module.self_attn
     return Layer(norm=module.input_layernorm, mixer=mixer, mlp_norm=module.post_attention_layernorm, mlp=module.mlp)
 
 
@@ -247,10 +243,11 @@ _READERS: dict[type[nn.Module], Callable[[Any], Description | None]] = {
         (LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention, Qwen3_5Attention), _rotary_attention
     ),
     **dict.fromkeys((LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, Qwen3_5MLP), _gated_mlp),
-    **dict.fromkeys((LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer), _rotary_layer),
+    **dict.fromkeys(
+        (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, Qwen3_5DecoderLayer), _rotary_layer
+    ),
     Qwen3_5RMSNorm: _rms_norm_around_one,
     Qwen3_5GatedDeltaNet: _delta_net,
-    Qwen3_5DecoderLayer: _hybrid_layer,
     nn.LayerNorm: _layer_norm,
     GPT2Attention: _gpt2_attention,
     GPT2MLP: _gpt2_mlp,

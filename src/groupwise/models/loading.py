@@ -42,7 +42,7 @@ from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
-from groupwise.models.policy import AnyPolicy, Policy
+from groupwise.models.policy import Policy
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.shape import language_part
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
@@ -359,7 +359,7 @@ def make_policy(
     return policy if empty else with_facts(policy)
 
 
-def with_facts(policy: AnyPolicy) -> AnyPolicy:
+def with_facts(policy: Policy) -> Policy:
     """The policy that knows what only a model with numbers can be asked: the form of its logits, and what its attention sees.
 
     Raises ConfigError for a model that cannot be asked.

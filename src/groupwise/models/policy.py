@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -146,9 +146,6 @@ class Policy:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
-
-
-def without_adapter(policy: AnyPolicy) -> AnyPolicy:
+def without_adapter(policy: Policy) -> Policy:
     """The weights under a policy's adapter: the reference that costs nothing."""
     return replace(policy, adapter_on=False)

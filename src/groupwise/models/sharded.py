@@ -28,7 +28,7 @@ from groupwise.models.loading import with_facts
 from groupwise.models.logit_scale import backbone_of
 from groupwise.models.lora import keep_adapter
 from groupwise.models.masks import copy_reach, set_attention
-from groupwise.models.policy import METHOD, AnyPolicy, Policy, Shards, without_adapter
+from groupwise.models.policy import METHOD, Policy, Shards, without_adapter
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, check_finite, saved_names
 
@@ -63,7 +63,7 @@ def gathered(policy: Policy) -> Iterator[Policy]:
                 module._parameters[key] = empty
 
 
-def frozen_copy(policy: AnyPolicy) -> AnyPolicy:
+def frozen_copy(policy: Policy) -> Policy:
     """A copy of the weights as they are now, which takes no gradients: the reference.  Never loaded again by name.
 
     Under an adapter nothing is copied: those weights are never trained.  Of a sharded policy every process copies its shard.
@@ -170,7 +170,7 @@ def _files(policy: Policy) -> dict[str, int]:
     return {name: used.index(writer[name]) for name in tensors}
 
 
-def shard(policy: AnyPolicy, sharding: fsdp.ShardingConfig, device: torch.device) -> AnyPolicy:
+def shard(policy: Policy, sharding: fsdp.ShardingConfig, device: torch.device) -> Policy:
     """Spread a policy, which is the same on every process and is used up by it.  Raises ConfigError if it cannot be.
 
     sharding: decided.   device: what computes.   A policy without weights is to be filled afterwards.

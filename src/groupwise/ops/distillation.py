@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative
-from groupwise.ops.linear_cross_entropy import CHUNK_NUMBERS, Head, chunk_rows, head_logits
+from groupwise.ops.linear_cross_entropy import CHUNK_NUMBERS, Head, chunk_rows, head_logits, shaped
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(log q (C, V), log p (C, V)) -> divergence of each row (C,), nats."""
@@ -102,7 +102,7 @@ class _Divergence(torch.autograd.Function):
         ctx.chunks = [slice(first, first + rows) for first in range(0, hidden_MD.shape[0], rows)]
         for chunk in ctx.chunks:
             sides = ((hidden_MD, head), (teacher_ME, teacher_head))
-            found_M[chunk] = divergence(*(_log_probs(h[chunk], side, temperature_M[chunk]) for h, side in sides))
+            found_M[chunk] = divergence(*(_log_probs(head_logits(h[chunk], side), temperature_M[chunk]) for h, side in sides))
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, teacher_ME, teacher_head.weight_VD, temperature_M)
         ctx.head, ctx.teacher_head, ctx.divergence = head, teacher_head, divergence
         ctx.lower = torch.get_autocast_dtype(hidden_MD.device.type) if torch.is_autocast_enabled(hidden_MD.device.type) else None
@@ -118,11 +118,11 @@ class _Divergence(torch.autograd.Function):
         bias_grad_V = torch.zeros_like(bias_V) if needs[2] else None
         with torch.autocast(hidden_MD.device.type, ctx.lower, enabled=ctx.lower is not None):
             for chunk in ctx.chunks:
-                log_p_CV = _log_probs(teacher_ME[chunk], ctx.teacher_head, temperature_M[chunk])
+                log_p_CV = _log_probs(head_logits(teacher_ME[chunk], ctx.teacher_head), temperature_M[chunk])
                 plain_CV = F.linear(hidden_MD[chunk], weight_VD, bias_V)
                 with torch.enable_grad():
                     leaf_CV = plain_CV.detach().requires_grad_()
-                    log_q_CV = _tempered(leaf_CV, ctx.head, temperature_M[chunk])
+                    log_q_CV = _log_probs(shaped(leaf_CV, ctx.head), temperature_M[chunk])
                     (grad_CV,) = torch.autograd.grad(ctx.divergence(log_q_CV, log_p_CV), leaf_CV, grads[0][chunk])
                 del log_p_CV, log_q_CV, leaf_CV
                 if hidden_grad_MD is not None:
@@ -134,19 +134,7 @@ class _Divergence(torch.autograd.Function):
         return hidden_grad_MD, weight_grad_VD, bias_grad_V, *([None] * 6)
 
 
-def _log_probs(hidden_CD: Tensor, head: Head, temperature_C: Tensor) -> Tensor:
+def _log_probs(logits_CV: Tensor, temperature_C: Tensor) -> Tensor:
     """Log-probs (C, V) at the rows' temperatures, at least float32."""
-    return _normalised(head_logits(hidden_CD, head), temperature_C)
-
-
-def _tempered(plain_CV: Tensor, head: Head, temperature_C: Tensor) -> Tensor:
-    """The same, from the head's product: before its scale and soft cap."""
-    logits_CV = plain_CV if head.scale == 1.0 else plain_CV * head.scale
-    if head.softcap is not None:
-        logits_CV = head.softcap * torch.tanh(logits_CV / head.softcap)
-    return _normalised(logits_CV, temperature_C)
-
-
-def _normalised(logits_CV: Tensor, temperature_C: Tensor) -> Tensor:
     precision = torch.promote_types(logits_CV.dtype, torch.float32)
     return torch.log_softmax(logits_CV.to(precision) / temperature_C[:, None].to(precision), -1)

@@ -74,28 +74,13 @@ def chunk_rows(vocabulary: int, width: int, deep: int = 0, numbers: int = CHUNK_
 
 def head_logits(hidden_CD: Tensor, head: Head) -> Tensor:
     """Logits (C, V) in the compute type of the head's product, before temperature."""
-    logits_CV = F.linear(hidden_CD, head.weight_VD, head.bias_V)
-    if head.scale != 1.0:
-        logits_CV = logits_CV * head.scale
-    if head.softcap is not None:
-        logits_CV = head.softcap * torch.tanh(logits_CV / head.softcap)
-    return logits_CV
+    return shaped(F.linear(hidden_CD, head.weight_VD, head.bias_V), head)
 
 
-def reference_logprobs(
-    hidden_MD: Tensor, head: Head, target_M: Tensor, temperature_M: Tensor, support: PositionSupport | None = None
-) -> tuple[Tensor, Tensor]:
-    """The definition, with all logits at once and autograd's own backward: what the chunked forms are tested against.
-
-    Returns log-probabilities (M,) and entropies (M,), nats.
-    """
-    z_MV = head_logits(hidden_MD, head)
-    z_MV = z_MV.to(torch.promote_types(z_MV.dtype, torch.float32)) / temperature_M[:, None]
-    if support is not None:
-        z_MV = z_MV.masked_fill(_outside(support, 0, z_MV.shape[0], z_MV.shape[1], z_MV.device), -torch.inf)
-    logp_MV = torch.log_softmax(z_MV, -1)
-    entropy_M = -(logp_MV.exp() * logp_MV.clamp_min(NOTHING)).sum(-1)
-    return logp_MV.gather(1, target_M[:, None])[:, 0], entropy_M
+def shaped(product_CV: Tensor, head: Head) -> Tensor:
+    """Logits of a head's product: its scale and its soft cap; differentiable."""
+    logits_CV = product_CV if head.scale == 1.0 else product_CV * head.scale
+    return logits_CV if head.softcap is None else head.softcap * torch.tanh(logits_CV / head.softcap)
 
 
 def chosen_logprobs(
