@@ -82,7 +82,8 @@ class LoadedPolicy(Policy):
 
     def frozen_copy(self) -> LoadedPolicy:
         """A copy of the weights as they are now, for a reference; see `models.sharded.frozen_copy`."""
-        return frozen_copy(self)
+        copied: Any = frozen_copy(self)  # of the same class
+        return copied
 
     def __repr__(self) -> str:
         """One line: neither the weights nor the vocabulary are printed."""

@@ -130,11 +130,6 @@ class Policy:
         """Which sequences may share a prompt, by their positions: those with the same frequencies; None if all have."""
         return partial(rope.regime, self.switches) if self.switches else None
 
-    @property
-    def empty(self) -> bool:
-        """True until the model has numbers: it was built to be filled piece by piece."""
-        return self.device.type == "meta"
-
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast region in which the model's products run."""
         if self.autocast:
