@@ -28,7 +28,7 @@ from groupwise.api.explain import render, work
 from groupwise.cli.commands import COMMANDS, parsers
 from groupwise.config.schema import reference
 from groupwise.config.settings import GroupSettings
-from groupwise.config.trl import FATES, TABLE
+from groupwise.config.trl import FATES, STEPS, TABLE
 from groupwise.models.shape import Shape
 from groupwise.proof.passes import MANY
 from groupwise.proof.texts import ACROSS, FULL, LARGE
@@ -205,9 +205,6 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-ROLLOUTS = "counts optimizer steps; ours counts rollouts, each of group.updates_per_rollout x group.minibatches optimizer steps"
-
-
 OURS = re.compile(r"groupwise |--\w|`|\b[a-z_]+\.[a-z_]+\b|\bparallel\b|: seed$|same command|tokenizer=")
 """What names a command, an option, a key or a file of ours."""
 
@@ -227,7 +224,7 @@ def trl_table() -> str:
             lines += ["Leave these out; `groupwise config NAME` says why: " + ", ".join(names) + ".", ""]
         lines += ["| TRL | here |", "|---|---|"]
         for (key, says), names in rows.items():
-            short_says = cell(says.replace(ROLLOUTS, "counts optimizer steps, ours rollouts"))
+            short_says = cell(says.replace(STEPS, "counts optimizer steps, ours rollouts"))
             here = short_says if key is None else f"`{key}` ({short_says})" if short_says else f"`{key}`"
             lines.append(f"| {', '.join(names)} | {here} |")
     return "\n".join(lines[1:])

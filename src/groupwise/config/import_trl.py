@@ -16,8 +16,8 @@ from typing import Any
 
 from groupwise.config.schema import settings_table
 from groupwise.config.trl import FATES, TABLE, convert
-from groupwise.config.trl_arguments import ADAPTER, KINDS, OPEN, Configuration, Fate, Line, Source, flow, short
-from groupwise.config.trl_files import read_source
+from groupwise.config.trl_arguments import ADAPTER, KINDS, OPEN, Configuration, Fate, Line, flow, short
+from groupwise.config.trl_files import read_configuration
 from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import closest
@@ -100,34 +100,26 @@ def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -
         raise ConfigError(f"the number of devices is at least 1, got {devices}")
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"TRL's class is one of {', '.join(KINDS)}; got {kind!r}{closest(kind, list(KINDS))}")
-    source = read_source(file, kind)
-    processes = source.arguments.get("num_processes")
-    if isinstance(processes, int) and processes > 0 and file.suffix in (".sh", ".bash"):
-        devices = processes
-    return translated(Configuration(kind=source.kind, arguments=source.arguments, devices=devices, file=file), source)
+    return translated(read_configuration(file, kind, devices))
 
 
-def translated(trl: Configuration, source: Source | None = None) -> Imported:
-    """The recipe of a configuration.   source: the file that it was read from, whose other lines are told too.
-
-    Raises ConfigError for a value of another type than TRL has there.
-    """
+def translated(trl: Configuration) -> Imported:
+    """The recipe of a configuration.  Raises ConfigError for a value of another type than TRL has there."""
     convert(trl)
-    unread = source.lines if source is not None else []
-    needed = [*(source.needed if source is not None else ()), *trl.needed]
-    if any(line.name == OPEN for line in unread):  # arguments that are not known may say otherwise than TRL's defaults
+    if any(line.name == OPEN for line in trl.unread):  # arguments that are not known may say otherwise than TRL's defaults
         default = [key for key, one in trl.keys.items() if one.default and one.names]
         values = ", ".join(f"{key} {flow(trl.keys.pop(key).value)}" for key in default)
-        needed += [f"what {OPEN} sets of these, which are TRL's where it sets nothing: {values}"] if values else []
+        if values:
+            trl.need(f"what {OPEN} sets of these, which are TRL's where it sets nothing: {values}")
     order = list(settings_table())
     keys = {key: trl.keys[key] for key in sorted(trl.keys, key=order.index)}
     return Imported(
         source=str(trl.file or trl.kind),
         kind=trl.kind,
-        lines=(*(_line(trl, name, value) for name, value in trl.arguments.items()), *unread),
+        lines=(*(_line(trl, name, value) for name, value in trl.arguments.items()), *trl.unread),
         keys={key: one.value for key, one in keys.items()},
         comments={key: one.comment for key, one in keys.items()},
-        needed=tuple(needed),
+        needed=tuple(trl.needed),
     )
 
 

@@ -20,7 +20,6 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from groupwise.algorithms.table import PARTS
 from groupwise.config import settings
 from groupwise.config.trl import FATES, TABLE
-from groupwise.config.trl import NAMES as TRL
 from groupwise.errors import ConfigError
 from groupwise.utils.spelling import nearest
 
@@ -66,7 +65,7 @@ class Setting:
     @property
     def trl(self) -> tuple[str, ...]:
         """TRL's names for it."""
-        return tuple(name for name, (key, _) in TRL.items() if key == self.key)
+        return tuple(name for name, row in TABLE.items() if row.key == self.key)
 
 
 def _members(hint: Any) -> tuple[list[Any], bool]:
@@ -210,6 +209,11 @@ def _ends(names: Iterable[str]) -> dict[str, str]:
     return {name.rsplit(".", 1)[-1]: name for name in reversed(list(names))}
 
 
+def _trl_keys() -> dict[str, str]:
+    """TRL's argument -> our key, of those that have one."""
+    return {name: row.key for name, row in TABLE.items() if row.key is not None}
+
+
 def key_meant(name: str) -> str | None:
     """The key that a name without its section means: its own last part, or TRL's name for it; else the nearest one.
 
@@ -218,7 +222,7 @@ def key_meant(name: str) -> str | None:
     """
     if name in knobs():
         return name
-    meant = {name: ours for name, (ours, _) in TRL.items()} | _ends(key for key in knobs() if ".N." not in key)
+    meant = _trl_keys() | _ends(key for key in knobs() if ".N." not in key)
     return meant.get(nearest(name.rsplit(".", 1)[-1].lower(), meant, cutoff=0.7) or "")
 
 
@@ -233,12 +237,12 @@ def suggestion(key: str) -> str:
     section, _, leaf = key.lower().rpartition(".")
     everywhere, inside = _ends(settings_table()), normal(section)
     here = _ends(name for name in settings_table() if name.rpartition(".")[0] == inside)
-    if leaf in TRL and TRL[leaf][0] != normal(key) and leaf not in everywhere:
-        ours, how = TRL[leaf]
-        return f" (TRL name; here it is {ours}{': ' + how if how else ''})"
-    if leaf in TABLE and (leaf not in everywhere or not (section or TABLE[leaf].key)):
-        return f" (TRL name: {TABLE[leaf].says})"
-    for names in (everywhere if leaf in everywhere else {}, here, everywhere, {name: ours for name, (ours, _) in TRL.items()}):
+    theirs = TABLE.get(leaf)
+    if theirs is not None and theirs.key not in (None, normal(key)) and leaf not in everywhere:
+        return f" (TRL name; here it is {theirs.key}{': ' + theirs.says if theirs.says else ''})"
+    if theirs is not None and (leaf not in everywhere or not (section or theirs.key)):
+        return f" (TRL name: {theirs.says})"
+    for names in (everywhere if leaf in everywhere else {}, here, everywhere, _trl_keys()):
         if (near := nearest(leaf, names, cutoff=0.7)) is not None:
             return f" (did you mean {names[near]}?)"
     for names in (here, everywhere) if section else (everywhere,):
@@ -285,10 +289,10 @@ def describe(key: str) -> str:
         return f"stages\n  {STAGES}"
     setting = lookup(key)
     theirs = TABLE.get(key) if setting is None else None
-    if theirs is not None and key not in TRL:
+    if theirs is not None and theirs.key is None:
         return f"{key} (an argument of TRL's)\n  {FATES[theirs.fate]}: {theirs.says}"
     if theirs is not None:
-        setting = settings_table()[TRL[key][0]]
+        setting = settings_table()[str(theirs.key)]
     if setting is None:
         raise ConfigError(f"there is no setting {key!r}{suggestion(key)}")
     lines = [setting.key, f"  {setting.meaning}"]
@@ -300,7 +304,7 @@ def describe(key: str) -> str:
     default = "none, it must be said" if setting.default is dataclasses.MISSING else show(setting.default)
     lines += [f"  value    {setting.expected}", f"  default  {default}"]
     for name in setting.trl:
-        how = TRL[name][1]
+        how = TABLE[name].says
         lines.append(f"  TRL      {name}" + (f" ({how})" if how else ""))
     return "\n".join(lines)
 

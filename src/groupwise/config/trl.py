@@ -313,25 +313,26 @@ def _warm_up(trl: Configuration) -> None:
         trl.need(f"optimizer.warmup_steps: {warmup:g} of all optimizer steps")
 
 
+def _every(trl: Configuration, key: str, steps: str, *names: str) -> None:
+    """How often something is done.   steps: the argument that counts optimizer steps."""
+    if (every := trl.our_steps(steps, trl.steps)) is not None:
+        trl.write(key, every, steps, *names)
+    else:
+        trl.note(steps, "changed", f"{key} counts steps, and how many there are is not known here")
+
+
 def _evaluation(trl: Configuration) -> None:
     trl.write("eval.at_start", bool(trl.get("eval_on_start")), "eval_on_start")
-    if (trl.arguments.get("evaluation_strategy") or trl.get("eval_strategy")) != "steps":
-        return
-    often = next((name for name in ("eval_steps", "logging_steps") if trl.get(name) is not None), None)
-    every = trl.our_steps(often, trl.steps) if often else math.ceil(10 / trl.updates)  # as often as TRL logs
-    if every is not None:
-        trl.write("eval.every", every, "eval_steps", "eval_strategy", "evaluation_strategy")
-    else:
-        trl.note("eval_steps", "changed", "eval.every counts steps, and how many there are is not known here")
+    if (trl.arguments.get("evaluation_strategy") or trl.get("eval_strategy")) == "steps":
+        steps = "eval_steps" if trl.get("eval_steps") is not None else "logging_steps"  # as often as TRL logs
+        _every(trl, "eval.every", steps, "eval_strategy", "evaluation_strategy")
 
 
 def _saving(trl: Configuration) -> None:
     if (strategy := str(trl.get("save_strategy"))) != "steps":
         trl.write("save.every", 0, "save_strategy", says=strategy)
-    elif (every := trl.our_steps("save_steps", trl.steps)) is not None:
-        trl.write("save.every", every, "save_steps")
     else:
-        trl.note("save_steps", "changed", "save.every counts steps, and how many there are is not known here")
+        _every(trl, "save.every", "save_steps")
 
 
 def _checkpoints(trl: Configuration) -> None:
@@ -366,21 +367,19 @@ def _preset(trl: Configuration) -> str:
 def _objective(trl: Configuration) -> None:
     """`objective`, and of pairs `pairs.loss`."""
     loss, preset = trl.get("loss_type"), _preset(trl)
+    trl.write("objective", preset)
     if trl.kind == "DPOConfig":
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         known = loss in ("sigmoid", "ipo")
         says = "" if known else f"{short(loss)} is not there"
         trl.write("pairs.loss", loss if known else "sigmoid", "loss_type", says=says, fate="same" if known else "missing")
-        trl.write("objective", preset)
-    elif trl.kind == "GRPOConfig" and preset == "gdpo":
+    elif preset == "gdpo":
         trl.write("objective", preset, "multi_objective_aggregation")
     elif trl.kind == "GRPOConfig":
-        known = ("dapo", *PRESETS)
-        says = "" if loss in known else f"TRL 1.16 knows {', '.join(known)}{closest(str(loss), PRESETS)}"
+        there = ("dapo", *PRESETS)
+        says = "" if loss in there else f"TRL 1.16 knows {', '.join(there)}{closest(str(loss), PRESETS)}"
         fate = "missing" if says else None
         trl.write("objective", preset, "loss_type", says="TRL's dapo is a mean over tokens" if loss == "dapo" else says, fate=fate)
-    else:
-        trl.write("objective", preset)
 
 
 def _credit(trl: Configuration) -> None:
@@ -693,12 +692,9 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("delta", "group.surrogate", "{name: clipped, delta: ...}", _surrogate),
     ("epsilon", "group.surrogate", "{name: clipped, low: ..., high: ...}", _surrogate),
     ("epsilon_high", "group.surrogate", "{name: clipped, low: ..., high: ...}; with cispo {name: cispo, cap: ...}", _surrogate),
-    ("sapo_temperature_neg", "group.surrogate", "{name: sapo, tau_neg: ...}", _surrogate),
-    ("sapo_temperature_pos", "group.surrogate", "{name: sapo, tau_pos: ...}", _surrogate),
-    ("vespo_k_neg", "group.surrogate", "{name: vespo, k_neg: ...}", _surrogate),
-    ("vespo_k_pos", "group.surrogate", "{name: vespo, k_pos: ...}", _surrogate),
-    ("vespo_lambda_neg", "group.surrogate", "{name: vespo, lam_neg: ...}", _surrogate),
-    ("vespo_lambda_pos", "group.surrogate", "{name: vespo, lam_pos: ...}", _surrogate),
+    ("sapo_temperature_neg sapo_temperature_pos", "group.surrogate", "{name: sapo, tau_neg: ..., tau_pos: ...}", _surrogate),
+    ("vespo_k_neg vespo_k_pos", "group.surrogate", "{name: vespo, k_neg: ..., k_pos: ...}", _surrogate),
+    ("vespo_lambda_neg vespo_lambda_pos", "group.surrogate", "{name: vespo, lam_neg: ..., lam_pos: ...}", _surrogate),
     ("mask_truncated_completions", "group.truncated", "keep or mask", Value(lambda _: "mask", bool)),
     ("adam_beta1 adam_beta2", "optimizer.betas", "[adam_beta1, adam_beta2]", _betas),
     ("lr_scheduler_kwargs", "optimizer.min_lr_ratio", "min_lr_rate of cosine_with_min_lr", _schedule),
@@ -854,6 +850,3 @@ CALLS: dict[str, Argument] = {
     "train": TABLE["resume_from_checkpoint"],
 }
 """What a script calls of a trainer -> what becomes of it."""
-
-NAMES: dict[str, tuple[str, str]] = {name: (row.key, row.says) for name, row in TABLE.items() if row.key is not None}
-"""TRL's argument -> our key, and what to write where the values differ; of those that we have one for."""

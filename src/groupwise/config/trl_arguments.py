@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,8 @@ SECTIONS = {
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "max_steps": -1,
     "lr_scheduler_type": "linear", "warmup_steps": 0, "bf16": None, "fp16": False, "dtype": "float32", "save_strategy": "steps",
-    "save_steps": 500, "eval_strategy": "no", "gradient_checkpointing": True, "seed": 42, "model_revision": "main",
+    "save_steps": 500, "eval_strategy": "no", "logging_steps": 10, "gradient_checkpointing": True, "seed": 42,
+    "model_revision": "main",
 }  # fmt: skip
 """Of TRL 1.16, where they matter here; those of single classes below."""
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -93,19 +94,6 @@ class Line:
         return f"{self.name}: {short(self.value)}" + (f"  ({self.says})" if self.says else "")
 
 
-class Source(NamedTuple):
-    """What a file of TRL's says."""
-
-    kind: str
-    """TRL's class."""
-    arguments: dict[str, Any]
-    """Those that could be read, by name."""
-    lines: list[Line] = []
-    """Those that could not, and what else it says."""
-    needed: list[str] = []
-    """What must be done to a script."""
-
-
 class Written(NamedTuple):
     """A key of the recipe."""
 
@@ -165,6 +153,8 @@ class Configuration:
     devices: int = 1
     """On how many TRL runs, which makes its batches larger."""
     file: Path | None = None
+    unread: Sequence[Line] = ()
+    """What the file says that could not be read, and what else it says."""
     rows: int | None = None
     """Of the training data, where they are known."""
     keys: dict[str, Written] = field(default_factory=dict)
@@ -172,7 +162,7 @@ class Configuration:
     notes: dict[str, tuple[Fate, str]] = field(default_factory=dict)
     """Argument -> what becomes of it, where no key is from it and its value decides."""
     needed: list[str] = field(default_factory=list)
-    """What the recipe still has to say, because the configuration does not."""
+    """What must be done to a script, and what the recipe still has to say, because the configuration does not."""
 
     @property
     def online(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from groupwise.config.strict_yaml import parse_value
 from groupwise.config.trl import parallel_of
-from groupwise.config.trl_arguments import KINDS, Line, Source, flow, mapping_of
+from groupwise.config.trl_arguments import KINDS, Configuration, Line, flow, mapping_of
 from groupwise.config.trl_scripts import read_script
 from groupwise.errors import ConfigError
 
@@ -34,19 +34,20 @@ LAUNCHER = ("config_file", "num_processes")
 """Options of accelerate's before the script that matter."""
 
 
-def read_source(file: Path, kind: str | None) -> Source:
+def read_configuration(file: Path, kind: str | None, devices: int) -> Configuration:
     """What a file says.   kind: the class; None: the one that the file makes or names, or whose arguments it holds.
 
+    devices: on how many TRL ran; a launcher's `--num_processes` goes before it.
     Raises ConfigError for a file that holds no configuration, or several.
     """
     if file.suffix not in (".py", ".sh", ".bash"):
         arguments = mapping_of(file)
-        return Source(kind or _kind_of(arguments, file), arguments)
+        return Configuration(kind=kind or _kind_of(arguments, file), arguments=arguments, devices=devices, file=file)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    return read_script(file, text, kind) if file.suffix == ".py" else _read_command(file, text, kind)
+    return read_script(file, text, kind, devices) if file.suffix == ".py" else _read_command(file, text, kind, devices)
 
 
 def _kind_of(arguments: Mapping[str, Any], file: Path) -> str:
@@ -65,7 +66,7 @@ def _kind_of(arguments: Mapping[str, Any], file: Path) -> str:
     )
 
 
-def _read_command(file: Path, text: str, kind: str | None) -> Source:
+def _read_command(file: Path, text: str, kind: str | None, devices: int) -> Configuration:
     """The arguments of `trl grpo --...` or of a script that a shell script starts.
 
     A YAML file behind `--config` is read too; what the command says itself goes before it.
@@ -89,10 +90,13 @@ def _read_command(file: Path, text: str, kind: str | None) -> Source:
     arguments = {name: value for name, value in _options(words[:place]).items() if name in LAUNCHER} | arguments
     unread = {name: value for name, value in arguments.items() if "$" in str(value)}
     program = re.split(r"[^a-z]+", Path(words[place]).stem)
-    return Source(
-        kind or next((one for name, one in COMMANDS.items() if name in program), None) or _kind_of(arguments, file),
-        {name: value for name, value in arguments.items() if name not in unread},
-        [Line(name, value, None, "a variable of the shell: say it in the recipe") for name, value in unread.items()],
+    processes = arguments.get("num_processes")
+    return Configuration(
+        kind=kind or next((one for name, one in COMMANDS.items() if name in program), None) or _kind_of(arguments, file),
+        arguments={name: value for name, value in arguments.items() if name not in unread},
+        devices=processes if isinstance(processes, int) and processes > 0 else devices,
+        file=file,
+        unread=[Line(name, value, None, "a variable of the shell: say it in the recipe") for name, value in unread.items()],
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.trl import CALLS, TABLE, built_in
-from groupwise.config.trl_arguments import ADAPTER, ADAPTERS, KINDS, LORA, OPEN, Line, RewardModel, Source, adapter_arguments
+from groupwise.config.trl_arguments import ADAPTER, ADAPTERS, KINDS, LORA, OPEN, Configuration, Line, RewardModel, adapter_arguments
 from groupwise.errors import ConfigError
 
 OBJECTS = {"reward_funcs": "rewards", "tools": "tools", "environment_factory": "environment"}
@@ -42,13 +42,16 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def read_script(file: Path, text: str, kind: str | None) -> Source:
+def read_script(file: Path, text: str, kind: str | None, devices: int) -> Configuration:
     """TRL's class and its arguments.   kind: the class, where the script makes several.   Raises ConfigError."""
     try:
         script = Script(ast.parse(text), file)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no Python that can be read: {error}") from error
-    return script.source(kind)
+    name = script.read_all(kind)
+    return Configuration(
+        kind=name, arguments=script.known, devices=devices, file=file, unread=script.unread_lines, needed=script.needed
+    )
 
 
 def called(call: ast.AST) -> str:
@@ -83,11 +86,11 @@ class Script:
                 self.imported |= {one.asname or one.name: (module, one.name) for one in node.names}
         self.trains = trains_when_imported(tree)
         self.known: dict[str, Any] = {}
-        self.lines: list[Line] = []
+        self.unread_lines: list[Line] = []
         self.needed: list[str] = []
 
-    def source(self, kind: str | None) -> Source:
-        """What the script says."""
+    def read_all(self, kind: str | None) -> str:
+        """Read what the script says; TRL's class."""
         made = [(name, call) for call in self.calls if (name := called(call)) in KINDS and kind in (None, name)]
         if not made:
             remedy = " of its own, but reads it from its command line: import the shell script (.sh) that starts it, or the file "
@@ -117,8 +120,8 @@ class Script:
                     CALLS.get(called(other)),
                 )
                 if called(other) != "train" or values:
-                    self.lines.append(Line(f"{called(other)}()", values, row and row.fate, row.says if row else "not known"))
-        return Source(name, self.known, self.lines, self.needed)
+                    self.unread_lines.append(Line(f"{called(other)}()", values, row and row.fate, row.says if row else "not known"))
+        return name
 
     def read(self, name: str, node: ast.expr) -> None:
         """Add an argument to those that are known; a line where its value is not known."""
@@ -126,13 +129,13 @@ class Script:
         if value is not UNKNOWN:
             self.known[name] = value
         elif row is not None and row.convert is None:
-            self.lines.append(Line(name, ast.unparse(node), row.fate, row.says))
+            self.unread_lines.append(Line(name, ast.unparse(node), row.fate, row.says))
         else:
             self.unread(name, node, "an expression: say it in the recipe")
 
     def unread(self, name: str, node: ast.expr, says: str) -> None:
         """Add a line for an argument that is not known."""
-        self.lines.append(Line(name, ast.unparse(node), None, says))
+        self.unread_lines.append(Line(name, ast.unparse(node), None, says))
 
     def read_adapter(self, call: ast.Call) -> None:
         """Add what a call that describes an adapter says, and its defaults for the rest."""
