@@ -129,19 +129,20 @@ class SourceRows(Sequence[Item], Generic[Item]):
 
         Raises DataError, with every reason, if no row is left.
         """
-        places: list[int] = []
+        numbers: list[int] = []
         rows: list[Other] = []
         left_out = list(self.left_out)
-        for i, row in enumerate(self.rows):
+        source = f"{self.name} {self.unit}"
+        for row, number in zip(self.rows, self.numbers, strict=True):
             try:
-                rows.append(change(row, self.where(i)))
+                rows.append(change(row, f"{source} {number}"))
             except DataError as error:
-                left_out.append(LeftOut.of(error, self.numbers[i]))
+                left_out.append(LeftOut.of(error, number))
             else:
-                places.append(i)
-        if self.rows and not places:
+                numbers.append(number)
+        if self.rows and not rows:
             raise DataError(none_left(self.name, left_out))
-        return SourceRows(self.name, rows, [self.numbers[i] for i in places], self.unit, tuple(left_out))
+        return SourceRows(self.name, rows, numbers, self.unit, tuple(left_out))
 
 
 def in_our_form(row: Row, where: str) -> Row:
@@ -204,9 +205,10 @@ def _messages_in(text: str, column: str, where: str) -> Any:
         return text
     if end < len(bare) or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         return text
-    _refuse_depth({column: messages}, where)
-    if _HALF.search(text):
-        _refuse_lone_surrogates(messages, where)
+    try:
+        _check_row({column: messages}, nested=True, halves=_HALF.search(text) is not None)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
     return messages
 
 
@@ -298,7 +300,8 @@ def live_rows(source: object, name: str) -> Live:
         where = f"{name} row {i + 1}"
         if not isinstance(row, Mapping):
             raise DataError(f"{where} is {kind_of(row)}: a row is a mapping of columns to values, e.g. {{'prompt': ...}}")
-        _refuse_depth(row, where)
+        if too_deep(row):
+            raise DataError(f"{where}: {_too_deep()}")
         row = row if columnar else _copied(row, where, copied)
         rows.append(bare_calls(row) if columnar else row)
         try:
@@ -363,40 +366,41 @@ def _read_jsonl(file: Path, name: str) -> SourceRows:
     rows, lines, left_out = [], [], []
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
-            if not line.strip():
+            if line.isspace():
                 continue
             try:
-                rows.append(_parse_line(line, f"{name} line {number}"))
+                rows.append(_parse_line(line))
                 lines.append(number)
             except DataError as error:
-                left_out.append(LeftOut(DAMAGED, str(error), number))
+                left_out.append(LeftOut(DAMAGED, f"{name} line {number}: {error}", number))
     return SourceRows(name, rows, lines, unit="line", left_out=tuple(left_out))
 
 
-def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
-    text = _decode(line, where).rstrip()
+def _parse_line(line: bytes) -> Mapping[str, Any]:
+    text = _decode(line).rstrip()
     try:
         row = json.loads(text)
-    except RecursionError:
-        raise _too_deep(where) from None
     except json.JSONDecodeError as error:
-        cut = "the line is cut off" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else error.msg
-        raise DataError(f"{where}: not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}") from None
-    except ValueError as error:
-        raise _too_long(where, error) from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a row is a JSON object, this is {_kind(row)}")
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _refuse_depth(row, where)
-    if _HALF.search(text):
-        _refuse_lone_surrogates(row, where)
+        cut = "the line is cut off" if error.pos >= len(text) or "Unterminated" in error.msg else error.msg
+        raise DataError(f"not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}") from None
+    except (RecursionError, ValueError) as error:
+        raise _unfit(error) from None
+    nested = text.count("[") + text.count("{") > MAX_DEPTH
+    _check_row(row, nested=nested, halves=_HALF.search(text) is not None)
     return row
 
 
-def _refuse_depth(row: Mapping[str, Any], where: str) -> None:
-    """Raises DataError if a row is nested so deeply that comparing or writing it would fail later."""
-    if too_deep(row):
-        raise _too_deep(where)
+def _check_row(row: object, *, nested: bool, halves: bool) -> None:
+    """Raises DataError for what is no row, or what neither a tokenizer nor a file can hold.
+
+    nested, halves: it may be nested too deeply, or hold half of a character.
+    """
+    if not isinstance(row, dict):
+        raise DataError(f"a row is a JSON object, this is {_kind(row)}")
+    if nested and too_deep(row):
+        raise _too_deep()
+    if halves:
+        _refuse_lone_surrogates(row)
 
 
 def too_deep(value: object) -> bool:
@@ -414,65 +418,61 @@ def too_deep(value: object) -> bool:
     return True
 
 
-def _too_deep(where: str) -> DataError:
-    return DataError(f"{where}: lists and objects are nested more than {MAX_DEPTH} deep: flatten the row, or store it as a string")
+def _too_deep() -> DataError:
+    return DataError(f"lists and objects are nested more than {MAX_DEPTH} deep: flatten the row, or store it as a string")
 
 
-def _too_long(where: str, error: ValueError) -> DataError:
-    """Python's limit of the digits of a whole number, which would meet whoever writes the row out again."""
+def _unfit(error: RecursionError | ValueError) -> DataError:
+    """JSON that is nested too deeply, or holds a number with more digits than Python writes out again."""
+    if isinstance(error, RecursionError):
+        return _too_deep()
     digits = re.search(r"has (\d+) digits", str(error))
     what = f"a whole number of {int(digits[1]):,} digits" if digits else str(error)
-    return DataError(f"{where}: {what}: write it as a string")
+    return DataError(f"{what}: write it as a string")
 
 
-def _decode(data: bytes, where: str) -> str:
+def _decode(data: bytes) -> str:
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        bad = data[error.start]
-        raise DataError(f"{where}: not UTF-8: byte 0x{bad:02x} at offset {error.start}") from None
+        raise DataError(f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}") from None
 
 
 _HALF = re.compile(r"\\u[dD]")
 """In JSON: what may be half of a character."""
 
 
-def _refuse_lone_surrogates(row: object, where: str) -> None:
+def _refuse_lone_surrogates(row: object) -> None:
     r"""JSON can escape half of a character (`\ud83d` alone): Python reads it, but no tokenizer or file can hold it."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
-        raise DataError(f"{where}: half of a character, {half}, stands alone: mend the text, for example by removing it") from None
+        raise DataError(f"half of a character, {half}, stands alone: mend the text, for example by removing it") from None
 
 
 def _read_json(file: Path, name: str) -> SourceRows:
-    text = _decode(file.read_bytes(), name)
     try:
+        text = _decode(file.read_bytes())
         rows = json.loads(text)
-    except RecursionError:
-        raise _too_deep(name) from None
     except json.JSONDecodeError as error:
         hint = " (one object per line? then name it .jsonl)" if error.msg == "Extra data" else ""
-        raise DataError(
-            f"{name} line {error.lineno}: not JSON: {error.msg} at column {error.colno}: {_excerpt(text, error.pos)}{hint}"
-        ) from None
-    except ValueError as error:
-        raise _too_long(name, error) from None
+        what = f"not JSON: {error.msg} at column {error.colno}: {_excerpt(error.doc, error.pos)}{hint}"
+        raise DataError(f"{name} line {error.lineno}: {what}") from None
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{name}: {_unfit(error)}") from None
     if not isinstance(rows, list):
         raise DataError(f"{name}: expected a list of objects, found {_kind(rows)}")
-    whole, numbers, left_out, halves = [], [], [], _HALF.search(text)
+    whole, numbers, left_out, halves = [], [], [], _HALF.search(text) is not None
     for number, row in enumerate(rows, start=1):
         try:
-            if not isinstance(row, dict):
-                raise DataError(f"{name} row {number}: a row is a JSON object, this is {_kind(row)}")
-            _refuse_depth(row, f"{name} row {number}")
-            if halves:
-                _refuse_lone_surrogates(row, f"{name} row {number}")
+            _check_row(row, nested=True, halves=halves)
             whole.append(row)
             numbers.append(number)
         except DataError as error:
-            left_out.append(LeftOut(DAMAGED, str(error), number))
+            left_out.append(LeftOut(DAMAGED, f"{name} row {number}: {error}", number))
     return SourceRows(name, whole, numbers, left_out=tuple(left_out))
 
 
