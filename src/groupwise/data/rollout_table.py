@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,36 +25,67 @@ UNPACKED, RATIO = 1 << 28, 200
 PER_TOKEN = pa.list_(pa.float64())
 """The type of a column with a number per token, or the same in float32."""
 _IDS = pa.list_(pa.int64())
-COLUMNS = {
-    "step": pa.int64(),
-    "group": pa.int64(),
-    "prompt_id": pa.string(),
-    "prompt_text": pa.string(),
-    "prompt_ids": _IDS,
-    "prompt_messages": pa.string(),
-    "prompt_wrapped": pa.bool_(),
-    "prompt_cut": pa.int64(),
-    "row": pa.string(),
-    "index": pa.int64(),
-    "completion_text": pa.string(),
-    "completion_ids": _IDS,
-    "behavior_logp": PER_TOKEN,
-    "current_logp": PER_TOKEN,
-    "advantages": PER_TOKEN,
-    "trained": pa.list_(pa.bool_()),
-    "version": _IDS,
-    "finish": pa.string(),
-    "eos_ids": _IDS,
-    "sampling": pa.string(),
-    "support": pa.list_(_IDS),
-    "episode": pa.string(),
-    "reward": pa.float64(),
-    "logged": pa.string(),
-    "run": pa.string(),
+
+
+class _Place(NamedTuple):
+    """A completion of a step."""
+
+    step: Step
+    group: int
+    index: int
+
+    @property
+    def scored(self) -> Scored:
+        return self.step.groups[self.group]
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.scored.rollouts[self.index]
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.scored.prompt
+
+    def of(self, columns: Sequence[Sequence[np.ndarray]]) -> np.ndarray | None:
+        """Its numbers in columns that may end before it."""
+        groups = columns[self.group : self.group + 1]
+        return groups[0][self.index] if groups and self.index < len(groups[0]) else None
+
+    def part(self, columns: Mapping[str, Sequence[Any]], name: str, change: Callable[[Any], Any] = lambda value: value) -> Any:
+        """What a column of its group holds of it; None where the group has no such column."""
+        return change(columns[name][self.index]) if name in columns else None
+
+
+_VALUES: dict[str, tuple[pa.DataType, Callable[[_Place], Any]]] = {
+    "step": (pa.int64(), lambda at: at.step.number),
+    "group": (pa.int64(), lambda at: at.group),
+    "prompt_id": (pa.string(), lambda at: at.prompt.id),
+    "prompt_text": (pa.string(), lambda at: _encodable(at.prompt.text)),
+    "prompt_ids": (_IDS, lambda at: at.prompt.tokens),
+    "prompt_messages": (pa.string(), lambda at: None if at.prompt.messages is None else _json(at.prompt.messages)),
+    "prompt_wrapped": (pa.bool_(), lambda at: at.prompt.wrapped),
+    "prompt_cut": (pa.int64(), lambda at: at.prompt.cut),
+    "row": (pa.string(), lambda at: _json(at.prompt.row)),
+    "index": (pa.int64(), lambda at: at.rollout.index),
+    "completion_text": (pa.string(), lambda at: _encodable(at.rollout.text)),
+    "completion_ids": (_IDS, lambda at: at.rollout.tokens),
+    "behavior_logp": (PER_TOKEN, lambda at: at.rollout.behavior_logp),
+    "current_logp": (PER_TOKEN, lambda at: at.of(at.step.current_logp)),
+    "advantages": (PER_TOKEN, lambda at: at.of(at.step.advantages)),
+    "trained": (pa.list_(pa.bool_()), lambda at: at.rollout.trained),
+    "version": (_IDS, lambda at: at.rollout.version),
+    "finish": (pa.string(), lambda at: str(at.rollout.finish)),
+    "eos_ids": (_IDS, lambda at: list(at.rollout.eos_ids)),
+    "sampling": (
+        pa.string(),
+        lambda at: json.dumps(asdict(at.rollout.sampling)),
+    ),
+    "support": (pa.list_(_IDS), lambda at: None if at.rollout.support is None else list(at.rollout.support)),
+    "episode": (pa.string(), lambda at: None if at.rollout.episode is None else _episode_text(at.rollout.episode)),
 }
-"""The columns of a table and their types."""
-LAST = ("reward", "logged", "run")
-"""Those that come behind the rewards of functions, or not from `table_of`."""
+"""The columns that every table has: their types, and what stands there of a completion."""
+COLUMNS = {name: kind for name, (kind, _) in _VALUES.items()} | {"reward": pa.float64(), "logged": pa.string(), "run": pa.string()}
+"""All columns without a prefix, and their types.  `run` is added by who reads several runs."""
 FAMILIES = {"rewards/": pa.float64(), "extra/": pa.string(), "signals/": PER_TOKEN, "update/": PER_TOKEN}
 """The types of columns with such a prefix."""
 _OF_TOKENS = ("completion_ids", "behavior_logp", "current_logp", "advantages", "trained", "version", "signals/", "update/")
@@ -87,77 +118,36 @@ def table_of(step: Step) -> pa.Table:
     logged as metrics, `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step (weight ...).
     Lists have one entry per completion token; null: was not computed.
     """
-    names = step.groups[0].names if step.groups else ()
+    names, weights, verdict = (), (), None
+    if step.groups:
+        first = step.groups[0]
+        names, weights, verdict = first.names, first.weights, first.verdict
     assert all(group.names == names for group in step.groups), "the groups of a step share their reward functions"
-    signals = sorted({name for group in step.groups for name in group.signals})
     assert not {name for name in step.columns if "/" in name}, "a column's name is one word"
-    rows = [_row(step, place, i, names, signals) for place, group in enumerate(step.groups) for i in range(len(group.rollouts))]
-    return pa.Table.from_pylist(rows, schema=_schema(names, signals, step))
+    places = [_Place(step, group, i) for group, scored in enumerate(step.groups) for i in range(len(scored.rollouts))]
+    columns: dict[str, pa.Array] = {}
 
+    def add(name: str, values: Callable[[_Place], Any], kind: pa.DataType) -> None:
+        listed = [values(at) for at in places]
+        if kind is PER_TOKEN and all(one.dtype == np.float32 for one in listed if one is not None and one.size):
+            kind = pa.list_(pa.float32())
+        columns[name] = pa.array(listed, kind)
 
-def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Schema:
-    def per_token(columns: Iterator[np.ndarray]) -> pa.DataType:
-        return pa.list_(pa.float32() if all(column.dtype == np.float32 for column in columns) else pa.float64())
-
-    rollouts = [rollout for group in step.groups for rollout in group.rollouts]
-    columns = {
-        "behavior_logp": per_token(rollout.behavior_logp for rollout in rollouts),
-        "current_logp": per_token(column for group in step.current_logp for column in group if column.size),
-        "advantages": per_token(column for group in step.advantages for column in group),
-    }
-    fields = [(name, columns[name] if kind is PER_TOKEN else kind) for name, kind in COLUMNS.items() if name not in LAST]
-    fields += [*((f"rewards/{name}", pa.float64()) for name in names), ("reward", pa.float64())]
-    fields += [(f"extra/{name}", pa.string()) for name in _extras(step)]
-    fields += [("logged", pa.string())] if any(group.logged for group in step.groups) else []
-    for name in signals:
-        fields.append((f"signals/{name}", per_token(column for group in step.groups for column in group.signals.get(name, ()))))
+    for name, (kind, values) in _VALUES.items():
+        add(name, values, kind)
+    for k, name in enumerate(names):
+        add(f"rewards/{name}", lambda at, k=k: float(at.scored.rewards[at.index][k]), pa.float64())
+    add("reward", lambda at: float(at.scored.reward[at.index]), pa.float64())
+    for name in sorted({name for group in step.groups for name in group.extra}):
+        add(f"extra/{name}", lambda at, name=name: at.part(at.scored.extra, name, json.dumps), pa.string())
+    if any(group.logged for group in step.groups):
+        add("logged", _logged, pa.string())
+    for name in sorted({name for group in step.groups for name in group.signals}):
+        add(f"signals/{name}", lambda at, name=name: at.part(at.scored.signals, name), PER_TOKEN)
     for name, column in sorted(step.columns.items()):
-        fields.append((f"update/{name}", per_token(values for group in column for values in group if values.size)))
-    weights = step.groups[0].weights if step.groups else ()
-    verdict = step.groups[0].verdict if step.groups else None
-    about = {
-        "reward_names": json.dumps(list(names)),
-        "reward_weights": json.dumps(list(weights)),
-        "verdict": json.dumps(verdict),
-    }
-    return pa.schema(fields, metadata={f"groupwise.{key}": value for key, value in about.items()})
-
-
-def _row(step: Step, place: int, i: int, names: Sequence[str], signals: Sequence[str]) -> dict[str, Any]:
-    group = step.groups[place]
-    rollout, prompt = group.rollouts[i], group.prompt
-    current = step.current_logp[place][i] if place < len(step.current_logp) and i < len(step.current_logp[place]) else None
-    sampling = {name: getattr(rollout.sampling, name) for name in Sampling.__dataclass_fields__}
-    return {
-        "step": step.number,
-        "group": place,
-        "prompt_id": prompt.id,
-        "prompt_text": _encodable(prompt.text),
-        "prompt_ids": prompt.tokens,
-        "prompt_messages": None if prompt.messages is None else json.dumps(jsonable(prompt.messages), default=str),
-        "prompt_wrapped": prompt.wrapped,
-        "prompt_cut": prompt.cut,
-        "row": json.dumps(jsonable(prompt.row), default=str),
-        "index": rollout.index,
-        "completion_text": _encodable(rollout.text),
-        "completion_ids": rollout.tokens,
-        "behavior_logp": rollout.behavior_logp,
-        "current_logp": current,
-        "advantages": step.advantages[place][i] if place < len(step.advantages) else None,
-        "trained": rollout.trained,
-        "version": rollout.version,
-        "finish": str(rollout.finish),
-        "eos_ids": list(rollout.eos_ids),
-        "sampling": json.dumps(sampling),
-        "support": None if rollout.support is None else list(rollout.support),
-        "episode": None if rollout.episode is None else _episode_text(rollout.episode),
-        **{f"rewards/{name}": float(value) for name, value in zip(names, group.rewards[i], strict=True)},
-        "reward": float(group.reward[i]),
-        **{f"extra/{name}": json.dumps(group.extra[name][i]) if name in group.extra else None for name in _extras(step)},
-        "logged": json.dumps({name: value if np.isfinite(value) else None for name, value in group.logged.items()}),
-        **{f"signals/{name}": group.signals[name][i] if name in group.signals else None for name in signals},
-        **{f"update/{name}": column[place][i] if column[place][i].size else None for name, column in step.columns.items()},
-    }
+        add(f"update/{name}", lambda at, column=column: values if (values := column[at.group][at.index]).size else None, PER_TOKEN)
+    about = {"reward_names": list(names), "reward_weights": list(weights), "verdict": verdict}
+    return pa.table(columns, metadata={f"groupwise.{key}": json.dumps(value) for key, value in about.items()})
 
 
 def known_columns(schema: pa.Schema) -> list[str]:
@@ -251,9 +241,12 @@ def family(name: str) -> str:
     return name.partition("/")[0] + "/" if "/" in name else ""
 
 
-def _extras(step: Step) -> list[str]:
-    """Names of what reward functions logged of completions."""
-    return sorted({name for group in step.groups for name in group.extra})
+def _logged(at: _Place) -> str:
+    return json.dumps({name: value if np.isfinite(value) else None for name, value in at.scored.logged.items()})
+
+
+def _json(value: Any) -> str:
+    return json.dumps(jsonable(value), default=str)
 
 
 def _encodable(text: str) -> str:
@@ -357,7 +350,7 @@ def _episode_text(episode: Episode) -> str:
     fields |= {"branches": [{"begin": branch.begin, "context": branch.context} for branch in episode.branches]}
     fields |= {"reward": episode.reward, "environment": episode.environment}
     fields |= {"traces": [asdict(trace) for trace in episode.traces]} if episode.traces else {}
-    return _encodable(json.dumps(jsonable(fields), default=str))
+    return _encodable(_json(fields))
 
 
 _TURNS, _TRACES = TypeAdapter(tuple[Turn, ...]), TypeAdapter(tuple[Trace, ...])
