@@ -30,7 +30,8 @@ from _machine import save
 
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import Recipe
-from groupwise.data.load import load_pairs
+from groupwise.data.encoding import PAIRS
+from groupwise.data.load import load_records
 from groupwise.data.sources import SourceRows, read_rows
 from groupwise.data.split import hash_share
 from groupwise.data.templates import Wording
@@ -81,7 +82,7 @@ def verdicts(
     sft = trained(stages["sft"], None)
     saving.save(sft.policy, folder / "sft")
     context, eos_ids = sft.policy.context, sft.policy.eos_ids
-    pairs = load_pairs(stages["sft"].data, sft.policy.tokenizer, context=context, eos_ids=eos_ids, seed=seed)
+    pairs = load_records(PAIRS, stages["sft"].data, sft.policy.tokenizer, context=context, eos_ids=eos_ids, seed=seed)
     yield RULE, _right(bag_of_words(texts_of(sft.policy, pairs.train), texts_of(sft.policy, pairs.held_out)))
     sft.close()
     for recipe in (recipe for recipe in stages.values() if recipe.objective == "reward"):

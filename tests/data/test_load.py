@@ -6,8 +6,8 @@ import pytest
 from groupwise.config.live_objects import Live
 from groupwise.config.settings import DataSettings
 from groupwise.data import sources
-from groupwise.data.encoding import columns_of, visit
-from groupwise.data.load import load_data, load_demonstrations, load_pairs, load_texts
+from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, columns_of, visit
+from groupwise.data.load import load_data, load_records, load_texts
 from groupwise.data.sources import SourceRows
 from groupwise.data.split import part_of
 from groupwise.data.tokenizers import byte_tokenizer, make_tokenizer
@@ -21,7 +21,7 @@ def test_the_held_out_share_is_the_same_rows_for_every_objective_seed_and_wrappi
     path = write(ROWS)
     plain = load_data(DataSettings(path=path, eval_fraction=0.2), tokenizer, **SIZES)
     chat = load_data(DataSettings(path=path, eval_fraction=0.2, chat=True), tokenizer, **SIZES | {"seed": 5})
-    taught = load_demonstrations(DataSettings(path=path, eval_fraction=0.2), tokenizer, context=64, eos_ids=(1,), seed=3)
+    taught = load_records(DEMONSTRATIONS, DataSettings(path=path, eval_fraction=0.2), tokenizer, context=64, eos_ids=(1,), seed=3)
     expected = [row["answer"] for row in ROWS if part_of(row["prompt"], {"held out": 0.2}) == "held out"]
     assert 20 < len(expected) < 60
     assert [prompt.row["answer"] for prompt in plain.held_out] == expected == [prompt.row["answer"] for prompt in chat.held_out]
@@ -38,7 +38,7 @@ def test_demonstrations_are_held_out_by_the_prompt_that_is_rendered(prompt, writ
         return {"prompt": prompt, "messages": said}
 
     settings = DataSettings(path=write([row(i % 100) for i in range(200)]), eval_fraction=0.5)
-    data = load_demonstrations(settings, tokenizer, context=64, eos_ids=(1,), seed=0)
+    data = load_records(DEMONSTRATIONS, settings, tokenizer, context=64, eos_ids=(1,), seed=0)
     train, held_out = ({tokenizer.decode(one.prompt) for one in part} for part in (data.train, data.held_out))
     assert not train & held_out and len(train | held_out) == 100 and 30 < len(held_out) < 70
     texts = "".join(load_texts(settings, 0))
@@ -129,13 +129,13 @@ def test_built_in_tasks_give_prompts_held_out_prompts_and_demonstrations(task, t
     data = load_data(settings, tokenizer, context=128, max_new_tokens=64, seed=0)
     assert (len(data.train), len(data.held_out)) == (50, 20)
     assert all("answer" in prompt.row for prompt in data.train + data.held_out)
-    taught = load_demonstrations(settings, tokenizer, context=128, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    taught = load_records(DEMONSTRATIONS, settings, tokenizer, context=128, eos_ids=(tokenizer.eos_token_id,), seed=0)
     assert (len(taught.train), taught.held_out) == (50, ())
     assert tokenizer.decode(taught.train[0].completion).endswith("}<|end|>")
     held_out = {prompt.text for prompt in data.held_out}
     assert not held_out & {tokenizer.decode(one.prompt) for one in taught.train}
     with pytest.raises(ConfigError, match="has no preference pairs"):
-        load_pairs(settings, tokenizer, context=128, eos_ids=(1,), seed=0)
+        load_records(PAIRS, settings, tokenizer, context=128, eos_ids=(1,), seed=0)
 
 
 def test_texts_for_a_tokenizer_are_the_training_rows_of_any_form(write):
@@ -169,7 +169,7 @@ def test_a_file_of_preferences(write):
     tokenizer = byte_tokenizer()
     end = tokenizer.eos_token_id
     settings = DataSettings(path=write(rows, "pairs.json"), template="alpaca", eval_fraction=0.2)
-    data = load_pairs(settings, tokenizer, context=1024, eos_ids=(end,), seed=0)
+    data = load_records(PAIRS, settings, tokenizer, context=1024, eos_ids=(end,), seed=0)
     reports = (data.report, data.held_out_report)
     assert sum(report.rows for report in reports) == 200
     assert sum(report.dropped.get("with chosen = rejected", 0) for report in reports) == 5
@@ -182,12 +182,12 @@ def test_a_file_of_instructions(write):
     path = write(alpaca(150), "instructions.json")
     tokenizer = byte_tokenizer()
     settings = DataSettings(path=path, template="alpaca", limit=100)
-    data = load_demonstrations(settings, tokenizer, context=1024, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    data = load_records(DEMONSTRATIONS, settings, tokenizer, context=1024, eos_ids=(tokenizer.eos_token_id,), seed=0)
     assert data.report.kept == 100
     assert tokenizer.decode(data.train[45].completion) == "45 kilometers is 45000 meters.<|end|>"
     assert "### Input:" in tokenizer.decode(data.train[45].prompt) and "### Input:" not in tokenizer.decode(data.train[46].prompt)
     with pytest.raises(ConfigError, match=r"set data\.template: alpaca"):
-        load_demonstrations(DataSettings(path=path), tokenizer, context=1024, eos_ids=(1,), seed=0)
+        load_records(DEMONSTRATIONS, DataSettings(path=path), tokenizer, context=1024, eos_ids=(1,), seed=0)
 
 
 def test_questions_in_the_form_of_gsm8k(gsm8k):
@@ -201,15 +201,15 @@ def test_the_preferences_task_gives_pairs_demonstrations_and_prompts_that_share_
     tokenizer = byte_tokenizer()
     end = tokenizer.eos_token_id
     settings = DataSettings(task="preferences", template="{instruction}\n{input}\n", limit=300, eval_limit=40)
-    pairs = load_pairs(settings, tokenizer, context=512, eos_ids=(end,), seed=0)
+    pairs = load_records(PAIRS, settings, tokenizer, context=512, eos_ids=(end,), seed=0)
     assert (len(pairs.train), len(pairs.held_out)) == (300, 40)
     prompts = load_data(settings, tokenizer, context=512, max_new_tokens=64, seed=0)
-    taught = load_demonstrations(settings, tokenizer, context=512, eos_ids=(end,), seed=0)
+    taught = load_records(DEMONSTRATIONS, settings, tokenizer, context=512, eos_ids=(end,), seed=0)
     held_out = {tokenizer.decode(pair.prompt) for pair in pairs.held_out}
     assert held_out == {prompt.text for prompt in prompts.held_out}
     for part in (pairs.train, taught.train, prompts.train):
         assert not held_out & {tokenizer.decode(getattr(one, "prompt", getattr(one, "tokens", None))) for one in part}
-    again, other = (load_pairs(settings, tokenizer, context=512, eos_ids=(end,), seed=seed) for seed in (0, 1))
+    again, other = (load_records(PAIRS, settings, tokenizer, context=512, eos_ids=(end,), seed=seed) for seed in (0, 1))
     same = [[pair.chosen.tolist() for pair in data.train] for data in (pairs, again, other)]
     assert same[0] == same[1] != same[2]
     assert [pair.chosen.tolist() for pair in other.held_out] == [pair.chosen.tolist() for pair in pairs.held_out]
@@ -237,7 +237,7 @@ def test_damaged_and_unreadable_rows_are_counted_and_the_others_used(write, toke
     lines = [good, half, bad, good.replace("1+1", "3+3")]
     path = write("\n".join(lines) if name == "x.jsonl" else f"[{','.join(lines)}]", name)
     data = load_data(DataSettings(path=path), tokenizer, **SIZES)
-    taught = load_demonstrations(DataSettings(path=path), tokenizer, context=64, eos_ids=(1,), seed=0)
+    taught = load_records(DEMONSTRATIONS, DataSettings(path=path), tokenizer, context=64, eos_ids=(1,), seed=0)
     for found in (data, taught):
         assert (found.report.rows, found.report.kept) == (4, 2)
         assert found.report.dropped == {"that are damaged": 1, "that cannot be read": 1}
@@ -291,11 +291,11 @@ def test_conversations_that_are_stored_as_json_text_are_conversations(write, tok
         assert (prompt.text, prompt.messages) == (asked, (USER,))
     context = {"context": 64, "eos_ids": (1,), "seed": 0}
     for row in ({"messages": text(USER, ASSISTANT)}, {"prompt": text(USER), "completion": text(ASSISTANT)}):
-        (one,) = load_demonstrations(DataSettings(path=write([row])), tokenizer, **context).train
+        (one,) = load_records(DEMONSTRATIONS, DataSettings(path=write([row])), tokenizer, **context).train
         assert tokenizer.decode([*one.prompt, *one.completion]) == asked + "3<|end|>"
     worse = {"role": "assistant", "content": "4"}
     row = {"chosen": text(USER, ASSISTANT), "rejected": text(USER, worse)}
-    (pair,) = load_pairs(DataSettings(path=write([row])), tokenizer, **context).train
+    (pair,) = load_records(PAIRS, DataSettings(path=write([row])), tokenizer, **context).train
     assert [tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen, pair.rejected)] == [asked, "3<|end|>", "4<|end|>"]
 
 
@@ -343,7 +343,7 @@ def test_conversations_of_sharegpt_are_messages(write, tokenizer):
     ]
     assert data.report.dropped == {"with a speaker that is not known": 1}
     assert "line 3" in str(data.report)
-    taught = load_demonstrations(DataSettings(path=path), tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    taught = load_records(DEMONSTRATIONS, DataSettings(path=path), tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
     assert [tokenizer.decode(one.completion) for one in taught.train] == ["3<|end|>", "4<|end|>"]
 
 
@@ -355,7 +355,7 @@ def test_a_form_of_rows_is_one_function(write, tokenizer, monkeypatch):
     monkeypatch.setattr(sources, "FORMS", (*sources.FORMS, asked_and_answered))
     settings = DataSettings(path=write([{"q": "1+2", "a": "3"}, {"prompt": "2+2", "completion": "4"}]))
     assert [prompt.text for prompt in load_data(settings, tokenizer, **SIZES).train] == ["1+2", "2+2"]
-    taught = load_demonstrations(settings, tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    taught = load_records(DEMONSTRATIONS, settings, tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
     assert [tokenizer.decode(one.completion) for one in taught.train] == ["3<|end|>", "4<|end|>"]
 
 
@@ -375,7 +375,7 @@ def test_a_prompt_is_read_once_for_splitting_encoding_and_its_record(tokenizer):
     data = load_data(settings, tokenizer, **SIZES)
     assert len(data.train) + len(data.held_out) == 40 and data.held_out
     assert {row.reads for row in rows} == {1}
-    load_demonstrations(settings, tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    load_records(DEMONSTRATIONS, settings, tokenizer, context=64, eos_ids=(tokenizer.eos_token_id,), seed=0)
     assert {row.reads for row in rows} == {2}
 
 

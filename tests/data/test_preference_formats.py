@@ -4,7 +4,8 @@ import pytest
 from encoders import encode_pairs
 
 from groupwise.config.settings import DataSettings
-from groupwise.data.load import load_pairs, load_texts
+from groupwise.data.encoding import PAIRS
+from groupwise.data.load import load_records, load_texts
 from groupwise.data.preference_formats import as_pairs
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
@@ -240,12 +241,16 @@ def test_held_out_parts_of_published_data_count_every_row_once(write):
     rows = [{side: text.replace("1+2", f"1+{i}") for side, text in HH.items()} for i in range(100)]
     rows += [{"chosen": HH["chosen"], "rejected": "\n\nHuman: ?\n\nAssistant: 3"}] * 3
     path = write(rows)
-    data = load_pairs(DataSettings(path=path, eval_fraction=0.3), TOKENIZER, context=999, eos_ids=(TOKENIZER.eos_token_id,), seed=0)
+    data = load_records(
+        PAIRS, DataSettings(path=path, eval_fraction=0.3), TOKENIZER, context=999, eos_ids=(TOKENIZER.eos_token_id,), seed=0
+    )
     assert data.report.rows + data.held_out_report.rows == 103 and data.held_out_report.kept == len(data.held_out) > 10
     assert data.report.dropped == {"whose conversations differ before the last turn": 3} and not data.held_out_report.dropped
     texts = list(load_texts(DataSettings(path=path, eval_fraction=0.3), seed=0))
     assert sum("Human" in text for text in texts) == len(data.train)
-    other = load_pairs(DataSettings(path=path, eval_path=write(rows[:50], "e.jsonl")), TOKENIZER, context=999, eos_ids=(1,), seed=0)
+    other = load_records(
+        PAIRS, DataSettings(path=path, eval_path=write(rows[:50], "e.jsonl")), TOKENIZER, context=999, eos_ids=(1,), seed=0
+    )
     assert (other.overlap, other.report.rows) == (50, 53)
 
 
@@ -350,7 +355,7 @@ def test_a_system_message_of_the_sides_beside_a_format_is_kept_or_counted(role, 
     once = as_pairs(SourceRows("f", [row]), template)
     assert list(once) == list(as_pairs(once, template))
     settings = DataSettings(path=write([row]), chat=True, template="Q: {prompt}", system="recipe")
-    (loaded,) = load_pairs(settings, TOKENIZER, context=200, eos_ids=(TOKENIZER.eos_token_id,), seed=0).train
+    (loaded,) = load_records(PAIRS, settings, TOKENIZER, context=200, eos_ids=(TOKENIZER.eos_token_id,), seed=0).train
     assert TOKENIZER.decode(loaded.prompt) == prompt
     pairs, report = told([{"prompt": "r", "chosen": "3", "rejected": "4"}, row], chat=False, format="Q: {prompt}")
     assert pairs[1] == ("Q: q", "x<|end|>", "y<|end|>")
@@ -378,12 +383,12 @@ def test_a_file_whose_rows_are_all_left_out_says_why_with_counts(write, parts):
     path = write([{"prompt": "q", **sides(user("other"))}] * 2 + [{"chosen": "x"}])
     settings = DataSettings(path=path, chat=True, **({} if parts is None else {"eval_fraction": parts}))
     with pytest.raises(DataError, match=r"0 of 3 rows can be used: 2 whose prompt is another .*line 1.*, 1 without rejected"):
-        load_pairs(settings, TOKENIZER, context=999, eos_ids=(1,), seed=0)
+        load_records(PAIRS, settings, TOKENIZER, context=999, eos_ids=(1,), seed=0)
 
 
 def test_damaged_lines_are_counted_with_the_first_of_them(write):
     good = '{"prompt": "q", "chosen": "x", "rejected": "y"}\n'
     path = write(good + '{"prompt": "q", "cho\n' + good + '{"prompt": "\\ud83d", "chosen": "x", "rejected": "y"}\n')
-    data = load_pairs(DataSettings(path=path), TOKENIZER, context=999, eos_ids=(1,), seed=0)
+    data = load_records(PAIRS, DataSettings(path=path), TOKENIZER, context=999, eos_ids=(1,), seed=0)
     assert (data.report.rows, data.report.kept, data.report.dropped) == (4, 2, {"that are damaged": 2})
     assert "line 2: not JSON: the line is cut off" in data.report.first["that are damaged"]

@@ -15,7 +15,8 @@ from groupwise.api.check import check_stage
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import DataSettings, ModelSettings
 from groupwise.data import rendering
-from groupwise.data.load import load_data, load_pairs
+from groupwise.data.encoding import PAIRS
+from groupwise.data.load import load_data, load_records
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer, load_tokenizer
 from groupwise.errors import ConfigError, DataError
@@ -297,7 +298,7 @@ def test_d7_pairs_as_published_with_some_that_diverge(rows: Callable) -> None:
     good = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go away"}
     other = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello", "rejected": "\n\nHuman: Ho\n\nAssistant: Hello"}
     path = rows(*[good | {"chosen": f"{good['chosen']} {i}"} for i in range(20)], other)
-    data = load_pairs(DataSettings(path=path), byte_tokenizer(), context=512, eos_ids=(1,), seed=0)
+    data = load_records(PAIRS, DataSettings(path=path), byte_tokenizer(), context=512, eos_ids=(1,), seed=0)
     assert (data.report.rows, data.report.kept) == (21, 20)
     assert data.report.dropped == {"whose conversations differ before the last turn": 1}
     assert "(first: " in str(data.report) and "rows.jsonl line 21" in str(data.report)

@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING, Generic
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.encoding import (
-    DEMONSTRATIONS,
-    PAIRS,
     PROMPTS,
-    SOLUTIONS,
-    Demonstration,
     Item,
-    Pair,
     RecordKind,
-    Solution,
     encode,
     prompt_limit,
     read_pairs,
@@ -97,40 +91,24 @@ def load_data(
     return replace(data, held_out=held_out, validation=validation)
 
 
-def load_demonstrations(
+def load_records(
+    kind: RecordKind[Item],
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     *,
     context: int,
     eos_ids: Sequence[int],
-    seed: int,
+    seed: int = 0,
     tools: Tools | None = None,
-) -> Data[Demonstration]:
-    """Demonstrations for SFT; each ends with `eos_ids[0]`, or with another of them where the chat template writes it.
+) -> Data[Item]:
+    """Records that an objective learns from: `DEMONSTRATIONS`, `PAIRS` or `SOLUTIONS` of `data.encoding`.
 
+    Each answer ends with `eos_ids[0]`, or with another of them where the chat template writes it.
     tools: that a row's prompt shows.
-
     A built-in task holds out prompts without demonstrations: they are judged by sampling, so `held_out` is empty then.
-    Raises DataError or ConfigError as `load_data`.
+    Raises DataError or ConfigError as `load_data`, and for a task without such records.
     """
-    template = Template.build(settings, tokenizer, tools)
-    return _load(settings, template, DEMONSTRATIONS, seed, limit=context, eos_ids=eos_ids)
-
-
-def load_pairs(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int], seed: int
-) -> Data[Pair]:
-    """Preference pairs for a reward model or DPO.  Raises DataError or ConfigError as `load_data`, and for a task without pairs."""
-    return _load(settings, Template.build(settings, tokenizer), PAIRS, seed, limit=context, eos_ids=eos_ids)
-
-
-def load_solutions(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int]
-) -> Data[Solution]:
-    """Solutions with labelled steps for a process reward model.  Raises DataError or ConfigError as `load_data`."""
-    if settings.task is not None:
-        raise ConfigError(f"the task {settings.task!r} has no labelled steps: give data.path with completions and labels columns")
-    return _load(settings, Template.build(settings, tokenizer), SOLUTIONS, seed=0, limit=context, eos_ids=eos_ids)
+    return _load(settings, Template.build(settings, tokenizer, tools), kind, seed, limit=context, eos_ids=eos_ids)
 
 
 def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
@@ -231,6 +209,8 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
     count = settings.limit or TASK_ROWS
     if kind == "demonstration":
         return _drawn(settings, task, "demonstrations", count, seed), held_out
+    if kind == "solution":
+        raise ConfigError(f"the task {settings.task!r} has no labelled steps: give data.path with completions and labels columns")
     if kind == "pair":
         if not isinstance(task, Paired):
             remedy = "data.task: preferences, or data.path with chosen and rejected columns"

@@ -14,7 +14,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
-from groupwise.data.load import load_demonstrations
+from groupwise.data.encoding import DEMONSTRATIONS
+from groupwise.data.load import load_records
 from groupwise.data.tokenizers import check_same_tokens
 from groupwise.data.wording import formatted
 from groupwise.distributed import comm, fsdp
@@ -191,7 +192,8 @@ def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
     if given is None:
         return None
     data = replace(recipe.data, path=given.path, task=None, task_args={}, eval_path=None, eval_fraction=0.0, limit=None)
-    rows = load_demonstrations(data, policy.tokenizer, context=policy.context, eos_ids=policy.eos_ids, seed=recipe.seed).train
+    tokenizer, eos_ids = policy.tokenizer, policy.eos_ids
+    rows = load_records(DEMONSTRATIONS, data, tokenizer, context=policy.context, eos_ids=eos_ids, seed=recipe.seed).train
     return Demonstrations(rows=rows, count=given.rows, seed=recipe.seed, lm=given.lm, divergence=given.divergence)
 
 

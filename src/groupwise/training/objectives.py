@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from groupwise.config.settings import Recipe, positions_of
-from groupwise.data.load import Data, load_demonstrations, load_pairs, load_solutions
+from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, SOLUTIONS, RecordKind
+from groupwise.data.load import Data, load_records
 from groupwise.data.templates import Tools
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.loading import Blueprint, make_policy
@@ -58,34 +60,26 @@ class Kind:
     """(a policy that decodes, training rows, held-out rows) -> what simple rules reach on the latter."""
 
 
+def _records(kind: RecordKind[Any], recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
+    context, eos_ids = blueprint.context, blueprint.eos_ids
+    return load_records(kind, recipe.data, blueprint.tokenizer, context=context, eos_ids=eos_ids, seed=recipe.seed, tools=tools)
+
+
 def _demonstrations(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
-    rows = load_demonstrations(
-        recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed, tools=tools
-    )
+    rows = _records(DEMONSTRATIONS, recipe, blueprint, tools)
     if recipe.data.train_on == "all":
         return replace(rows, **{part: tuple(map(whole_text, getattr(rows, part))) for part in ("train", "held_out", "validation")})
     return rows
 
 
-def _pairs(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
-    assert tools is None, "validation refuses tools where nothing is sampled"
-    return load_pairs(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed)
-
-
 def _replayed(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
-    assert tools is None, "validation refuses tools where nothing is sampled"
-    pairs, settings = _pairs(recipe, blueprint), recipe.reward_model
+    pairs, settings = _records(PAIRS, recipe, blueprint), recipe.reward_model
     if settings.replay is None:
         return pairs
     path, task = settings.replay.path, settings.replay.task
     data = replace(recipe.data, path=path, task=task, limit=None if task is None else recipe.data.limit)
-    old = _pairs(replace(recipe, data=data if task is None else replace(data, eval_fraction=0.0)), blueprint)
+    old = _records(PAIRS, replace(recipe, data=data if task is None else replace(data, eval_fraction=0.0)), blueprint)
     return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.share, recipe.seed)))
-
-
-def _solutions(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
-    assert tools is None, "validation refuses tools where nothing is sampled"
-    return load_solutions(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids)
 
 
 OBJECTIVES: dict[str, Kind] = {
@@ -100,13 +94,13 @@ OBJECTIVES: dict[str, Kind] = {
     ),
     "dpo": Kind(
         title="direct preference optimisation",
-        load=_pairs,
+        load=partial(_records, PAIRS),
         objective=lambda recipe: dpo_objective(recipe.pairs),
         anchor=lambda recipe, policy, rows: anchored(policy, rows, budget=positions_of(recipe)),
     ),
     "prm": Kind(
         title="process reward model",
-        load=_solutions,
+        load=partial(_records, SOLUTIONS),
         objective=lambda recipe: PROCESS,
         model=lambda recipe, blueprint: scorer(recipe, blueprint, "steps"),
         samples=False,

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.config import settings
-from groupwise.data.tasks.base import Task
+from groupwise.data.tasks.base import Task, check_arguments
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported, own_code
 from groupwise.utils.spelling import nearest
@@ -50,5 +50,7 @@ def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
     for key in arguments:
         if key not in known:
             raise ConfigError(f"task {name!r} has no argument {key!r}; it takes: {', '.join(known) or 'none'}")
+    if name in TASKS:
+        check_arguments(task, arguments)
     with own_code(f"the task {name!r}"):
         return task(**arguments)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from groupwise.data.tasks.base import Generated, Row, check_count, check_share
+from groupwise.data.tasks.base import Generated, Row
 from groupwise.data.tasks.scratchpads import add
 
 
@@ -28,16 +29,12 @@ class Addition(Generated):
     [{'role': 'system', 'content': '1454'}, {'role': 'user', 'content': '625+829'}]
     """
 
+    ranges: ClassVar = {"digits": (1, 12)}
+
     digits: int = 3
     blurt: float = 0.3
     slip: float = 0.6
     told: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_count("digits", self.digits, 1, 12)
-        check_share("blurt", self.blurt)
-        check_share("slip", self.slip)
-        check_share("told", self.told)
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
         """`n` rows.  The same as with `told` 0, but for those whose demonstrators are told the answer."""
@@ -72,16 +69,12 @@ class Sums(Generated):
     '<think>7+5=12,0+1+1=2>22;2+0=2,2+8=10</think>\\boxed{102}'
     """
 
+    ranges: ClassVar = {"terms": (2, 20), "digits": (1, 12)}
+
     terms: int = 3
     digits: int = 2
     blurt: float = 0.3
     slip: float = 0.6
-
-    def __post_init__(self) -> None:
-        check_count("terms", self.terms, 2, 20)
-        check_count("digits", self.digits, 1, 12)
-        check_share("blurt", self.blurt)
-        check_share("slip", self.slip)
 
     def question(self, rng: random.Random) -> Row:
         """Numbers of 1 to `digits` digits, each length as likely."""

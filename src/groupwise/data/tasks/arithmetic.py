@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from groupwise.data.tasks.base import Generated, Row, check_count, check_share
+from groupwise.data.tasks.base import Generated, Row
 from groupwise.data.tasks.expressions import decimal, evaluate, operator_of, parse
 from groupwise.data.tasks.scratchpads import taught
 
@@ -26,6 +26,7 @@ class Arithmetic(Generated):
     """
 
     breakdown: ClassVar = ("operator",)
+    ranges: ClassVar = {"longest": (1, 10_000)}
 
     mixed: float = 0.15
     """Share of the questions with two operations."""
@@ -34,11 +35,6 @@ class Arithmetic(Generated):
     blurt: float = 0.3
     slip: float = 0.6
     longest: int = 80
-
-    def __post_init__(self) -> None:
-        for name in ("mixed", "decimals", "blurt", "slip"):
-            check_share(name, getattr(self, name))
-        check_count("longest", self.longest, 1, 10_000)
 
     def question(self, rng: random.Random) -> Row:
         """Numbers of one to three digits; a dividend is drawn as a product."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from itertools import islice
 from typing import Any, Protocol
 
@@ -102,16 +103,17 @@ def is_held_out(prompt: str) -> bool:
     return hash_share(prompt) < HELD_OUT
 
 
-def check_share(name: str, value: float) -> None:
-    """Raises ConfigError unless `value` is a probability."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
-        raise ConfigError(f"task argument {name} must be a number from 0 to 1, got {value!r}")
-
-
-def check_count(name: str, value: int, least: int, most: int) -> None:
-    """Raises ConfigError unless `value` is an integer from `least` to `most`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"task argument {name} must be an integer from {least} to {most}, got {value!r}")
+def check_arguments(task: type[Any], arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that a task's dataclass cannot have: a float is a share, an int lies in its `ranges`."""
+    kinds = {field.name: field.type for field in fields(task)}
+    for name, value in arguments.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kinds[name] == "float" and not (is_number and 0.0 <= value <= 1.0):
+            raise ConfigError(f"task argument {name} must be a number from 0 to 1, got {value!r}")
+        if kinds[name] == "int":
+            least, most = task.ranges[name]
+            if not is_number or isinstance(value, float) or not least <= value <= most:
+                raise ConfigError(f"task argument {name} must be an integer from {least} to {most}, got {value!r}")
 
 
 def _distinct(rows: Iterator[Row]) -> Iterator[Row]:

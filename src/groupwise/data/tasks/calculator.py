@@ -6,8 +6,9 @@ import json
 import random
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
-from groupwise.data.tasks.base import Generated, Row, check_count, check_share
+from groupwise.data.tasks.base import Generated, Row
 from groupwise.data.tasks.expressions import decimal, evaluate, parse
 
 
@@ -23,14 +24,11 @@ class Calculator(Generated):
     '<tool_call>{"name": "calculate", "arguments": {"expression": "381*263"}}</tool_call>'
     """
 
+    ranges: ClassVar = {"digits": (1, 12)}
+
     digits: int = 3
     blurt: float = 0.4
     slip: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_count("digits", self.digits, 1, 12)
-        check_share("blurt", self.blurt)
-        check_share("slip", self.slip)
 
     def question(self, rng: random.Random) -> Row:
         """Numbers without leading zeros."""

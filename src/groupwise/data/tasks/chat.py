@@ -10,9 +10,9 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from groupwise.data.tasks.base import Generated, Row, check_count
+from groupwise.data.tasks.base import Generated, Row
 
 NAMES, CITIES, WORDS = (
     text.split()
@@ -43,10 +43,9 @@ class ChatSums(_Spoken):
     [{'prompt': 'What is 30 + 90?', 'answer': '120'}]
     """
 
-    digits: int = 2
+    ranges: ClassVar = {"digits": (1, 6)}
 
-    def __post_init__(self) -> None:
-        check_count("digits", self.digits, 1, 6)
+    digits: int = 2
 
     def question(self, rng: random.Random) -> Row:
         """Two numbers without leading zeros."""
@@ -71,10 +70,9 @@ class ChatJson(_Spoken):
 class ChatWords(_Spoken):
     """Which of `count` words comes first in the alphabet.  The reward is `groupwise.data.tasks.chat:same_word`."""
 
-    count: int = 3
+    ranges: ClassVar = {"count": (2, 10)}
 
-    def __post_init__(self) -> None:
-        check_count("count", self.count, 2, 10)
+    count: int = 3
 
     def question(self, rng: random.Random) -> Row:
         """Different words in random order."""

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from groupwise.data.sources import missing_column, read_rows
 from groupwise.data.split import hash_share
-from groupwise.data.tasks.base import Row, check_count, check_share
+from groupwise.data.tasks.base import Row
 from groupwise.data.tasks.expressions import decimal, operator_of
 from groupwise.data.tasks.scratchpads import taught
 from groupwise.errors import ConfigError, DataError
@@ -37,6 +37,7 @@ class Gsm8kArithmetic:
     """
 
     breakdown: ClassVar = ("operator", "seen")
+    ranges: ClassVar = {"longest": (1, 10_000)}
 
     train: str = HUB
     """GSM8K's train.jsonl, or a hub name (its split `train` is read)."""
@@ -51,10 +52,6 @@ class Gsm8kArithmetic:
     longest: int = 80
 
     def __post_init__(self) -> None:
-        check_share("demonstrated", self.demonstrated)
-        check_share("blurt", self.blurt)
-        check_share("slip", self.slip)
-        check_count("longest", self.longest, 1, 10_000)
         if self.held_out_rows not in ("all", "unseen"):
             raise ConfigError(f"task argument held_out_rows must be all or unseen, got {self.held_out_rows!r}")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
-from groupwise.data.tasks.base import Row, check_count
+from groupwise.data.tasks.base import Row
 
 HIGHER, LOWER, RIGHT = "higher", "lower", "right"
 """What a guess is told (`environments/playground.py`)."""
@@ -22,10 +23,9 @@ class Guessing:
     ['3', '2', '1']
     """
 
-    highest: int = 30
+    ranges: ClassVar = {"highest": (1, 999_999)}
 
-    def __post_init__(self) -> None:
-        check_count("highest", self.highest, 1, 999_999)
+    highest: int = 30
 
     @property
     def question(self) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from groupwise.data.tasks.base import Paired, Row, check_share
+from groupwise.data.tasks.base import Paired, Row
 
 FRIENDLY = (
     "Gladly.",
@@ -85,10 +85,6 @@ class Preferences(Paired):
     correctness: float = 0.5
     """Share of the pairs that differ in being right; the others differ in tone."""
     slip: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_share("correctness", self.correctness)
-        check_share("slip", self.slip)
 
     def question(self, rng: random.Random) -> Row:
         """One of four kinds: opposites, what kind of thing, what colour, the larger or smaller of two numbers."""
