@@ -170,15 +170,15 @@ def numbers_equal(gold: Node, answer: Node) -> bool:
     assert gold.value is not None and answer.value is not None
     if gold.value == answer.value:
         return True
-    rounded, other = sorted((gold, answer), key=lambda node: node.decimals if node.decimals >= 0 else 1 << 30)
-    size, apart = abs(other.value), abs(gold.value - answer.value)
-    precise = any(node.decimals >= 0 and abs(node.value) * 10**node.decimals >= 10**14 for node in (gold, answer))
-    if precise and apart * 10**12 <= size:
+    written = ((gold.decimals, abs(gold.value)), (answer.decimals, abs(answer.value)))
+    (decimals, _), (others, size) = sorted(written, key=lambda one: one[0] if one[0] >= 0 else 1 << 30)
+    apart = abs(gold.value - answer.value)
+    if apart * 10**12 <= size and any(digits >= 0 and value * 10**digits >= 10**14 for digits, value in written):
         return True
-    if rounded.decimals < 6 or rounded.decimals == other.decimals:
+    if decimals < 6 or decimals == others:
         return False
-    step = Fraction(1, 10**rounded.decimals)
-    enough = Fraction(1, 10**4) if other.decimals < 0 else Fraction(1, 10**5)
+    step = Fraction(1, 10**decimals)
+    enough = Fraction(1, 10**4) if others < 0 else Fraction(1, 10**5)
     return 2 * apart <= step and step / 2 <= size * enough
 
 

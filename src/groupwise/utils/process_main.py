@@ -279,18 +279,27 @@ def answer_requests(channel: socket.socket, function: Function, cpu_seconds: flo
 
 def _values(function: Function, arguments: tuple[Any, ...], cpu_seconds: float | None) -> Iterator[Any]:
     """The answers to a request, each within so much processor time."""
-    with _within(cpu_seconds):
-        answer = function(*arguments)
+    answer = _timed(cpu_seconds, function, *arguments)
     if not inspect.isgenerator(answer):
         yield answer
         return
     end = object()
-    while True:
-        with _within(cpu_seconds):
-            value = next(answer, end)
-        if value is end:
-            return
+    while (value := _timed(cpu_seconds, next, answer, end)) is not end:
         yield value
+
+
+def _timed(seconds: float | None, function: Function, *arguments: Any) -> Any:
+    """Call a function; the kernel ends this process after so much processor time.  No handler: the default action needs no
+    interpreter."""
+    if seconds is None:  # the function's own signals and timers are left alone
+        return function(*arguments)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        return function(*arguments)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def _limit_memory(room: int | None) -> None:
@@ -323,21 +332,6 @@ def _answer(channel: socket.socket, message: Mapping[str, Any]) -> None:
         send(channel, payload, None)
     except OSError:
         os._exit(0)  # nobody listens any more
-
-
-@contextlib.contextmanager
-def _within(seconds: float | None) -> Iterator[None]:
-    """Let the kernel end this process after so much processor time.  No handler: the default action needs no interpreter."""
-    if seconds is None:  # the function's own signals and timers are left alone
-        yield
-        return
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def described(error: BaseException) -> dict[str, str]:
