@@ -11,7 +11,6 @@ _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _AFTER = re.compile(r"\s*(?:[€£¥₹₩₽₿¢]|\\?%\s*(?:points?)?)$")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\text\{\s*([CFK])\w*\s*\}|([CFK]))?$")
 _UNIT_TEXT = re.compile(r"(?:\\text\{[^{}]*\}|\^\s*(?:\{\s*-?\d\s*\}|\d)|/|\\cdot(?![A-Za-z])|[\s.])+")
-_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)\s*\}$")
 _RAISED = re.compile(r"\s*\^\s*\{?\s*([23])\s*\}?$")
 _UNIT_WORDS = re.compile(r"[^\W\d_][^\W\d_\s./'’-]*(?:[\s./'’-]+[^\W\d_]*)*")
 _SMALL_WORDS = frozenset({"per", "of", "a", "an", "in", "at", "by"})
@@ -31,7 +30,6 @@ _SAME_UNIT = {
 
 def without_unit(text: str) -> tuple[str, str]:
     """A quantity's number and its unit, both as text."""
-    text = _UNIT_FRACTION.sub(r"\1/\2", text)
     after = _AFTER.search(text)
     if after and after.start():
         return text[: after.start()].strip(), after.group().strip(" \\")
