@@ -88,6 +88,7 @@ def test_truncated_support_that_nobody_asked_for(policy: Policy) -> None:
     diagnosis = found(policy, rollouts)
     named(diagnosis, "truncated support")
     assert "top_k 20" in str(diagnosis)
+    assert "top_p" not in str(diagnosis), "only what truncates is named"
 
 
 def test_truncated_support_that_was_ignored(policy: Policy) -> None:
