@@ -107,11 +107,10 @@ class WorkerProcess:
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`target`: `module:factory` for a fresh process, or a factory of this process for a fork of it.  The process calls it with
-        `setup` once; what it returns answers requests.  `memory`: bytes that its address space may grow
-        by after the set-up (RLIMIT_AS).  `cpu_seconds`: of one answer, a second deadline, in processor time, which a loaded machine
-        does not shorten.  `quiet`: what it prints is dropped;
-        else it goes to the parent's standard error, as far as there is not too much of it.  `folder`: its working directory.
-        `variables`: of a fresh process's environment, beside the parent's.
+        `setup` once; what it returns answers requests.  `memory`: bytes that its address space may grow by after the set-up
+        (RLIMIT_AS).  `cpu_seconds`: of one answer, a second deadline, in processor time, which a loaded machine does not shorten.
+        `quiet`: what it prints is dropped; else it goes to the parent's standard error, as far as there is not too much of it.
+        `folder`: its working directory.  `variables`: of a fresh process's environment, beside the parent's.
         """
         options = {"cpu_seconds": cpu_seconds, "memory": memory, "quiet": quiet}
         payload = pickle.dumps(setup)
@@ -120,7 +119,19 @@ class WorkerProcess:
             _ends.update((self._lifeline, self._channel))
             with lifeline, channel:
                 if isinstance(target, str):
-                    process: Any = _spawn(lifeline, channel, target, options, folder, variables)
+                    descriptors, out = (lifeline.fileno(), channel.fileno()), subprocess.DEVNULL if quiet else 2
+                    search = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+                    # -P: the folder of this file must not come first on the path.  A session of its own: Ctrl-C reaches the parent.
+                    process: Any = subprocess.Popen(
+                        [sys.executable, "-P", "-c", START, *map(str, descriptors), target, json.dumps(options)],
+                        pass_fds=descriptors,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=out,
+                        env=environment_of_others() | search | dict(variables),
+                        cwd=folder,
+                        start_new_session=True,
+                    )
                 else:
                     process = _Forked(lambda: supervise_worker(lifeline, channel, target, options), folder)
         self._process: Any = process
@@ -237,30 +248,6 @@ def _forget(owner: int, process: Any, lifeline: socket.socket, channel: socket.s
         for end in (lifeline, channel):
             _ends.discard(end)
             end.close()
-
-
-def _spawn(
-    lifeline: socket.socket,
-    channel: socket.socket,
-    target: str,
-    options: Mapping[str, Any],
-    folder: str | None,
-    variables: Mapping[str, str],
-) -> subprocess.Popen:
-    search = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    out = subprocess.DEVNULL if options["quiet"] else 2
-    descriptors = (lifeline.fileno(), channel.fileno())
-    # -P: the folder of this file must not come first on the path.  A session of its own: Ctrl-C reaches the parent only.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", START, *map(str, descriptors), target, json.dumps(options)],
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=out,
-        env=environment_of_others() | search | dict(variables),
-        cwd=folder,
-        start_new_session=True,
-    )
 
 
 class _Forked:
