@@ -75,6 +75,8 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"objective: {wrong}"
     if not re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)?", recipe.name):
         yield f"name must be a folder name (letters, digits, . _ + -), got {recipe.name!r}"
+    if recipe.parallel.name == "ddp" and (recipe.parallel.shards is not None or recipe.parallel.offload):
+        yield "parallel: shards and offload are for weights that are spread: name zero2 or zero3, not ddp"
 
 
 def _length(recipe: Recipe, _: Sequence[str]) -> Findings:
@@ -105,6 +107,10 @@ def _model(recipe: Recipe, earlier: Sequence[str]) -> Findings:
         yield ("model.path",), "model.path is missing: a checkpoint folder, a hub name, or model.scratch for random weights"
     if model.path is not None and (wrong := wrong_model(model.path, earlier)):
         yield f"model.path: {wrong}"
+    if model.lora is not None and model.scratch is not None:
+        yield "model.lora trains beside weights that stay as they are; those of model.scratch are random"
+    if model.lora is not None and recipe.group.reference_refresh:
+        yield "model.lora: the reference is what lies under the adapter and cannot move: leave group.reference_refresh out"
     template = model.chat_template
     if template is not None and template.endswith(".jinja") and (wrong := _no_file(template)):
         yield f"model.chat_template: {wrong}"
@@ -171,15 +177,6 @@ def _unreachable(kind: str, name: str) -> bool:
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     return offline and not (expanded(cache) / f"{kind}--{name.replace('/', '--')}").is_dir()
-
-
-def _lora(recipe: Recipe, _: Sequence[str]) -> Findings:
-    if recipe.model.lora is None:
-        return
-    if recipe.model.scratch is not None:
-        yield "model.lora trains beside weights that stay as they are; those of model.scratch are random"
-    if recipe.group.reference_refresh:
-        yield "model.lora: the reference is what lies under the adapter and cannot move: leave group.reference_refresh out"
 
 
 def _replay(recipe: Recipe, _: Sequence[str]) -> Findings:
@@ -310,7 +307,7 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
         at = f"rewards.{place}"
-        if wrong := _wrong_function(reward.function):
+        if wrong := _wrong_choice(reward.function, REWARDS, "function", "module:function or file.py:function"):
             yield f"{at}.function: {wrong}"
         name = reward.name or reward.function.rpartition(":")[2]
         if name in names:
@@ -326,16 +323,6 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
         yield ("verdict", "rewards"), message
     if recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
         yield ("rewards.0.weight",), "every reward has weight 0: nothing would be learnt"
-
-
-def _wrong_function(function: str) -> str | None:
-    """Why a reward function cannot be found, or None.  Modules are not imported here."""
-    if ":" not in function:
-        if function in REWARDS:
-            return None
-        got = f"got {function!r}{closest(function, REWARDS)}"
-        return f"must be one of {', '.join(REWARDS)}, module:function or file.py:function; {got}"
-    return _wrong_name(function)
 
 
 def _wrong_name(function: str, kind: str = "function") -> str | None:
@@ -409,6 +396,10 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Findings:
     group = recipe.group
     for kind in PARTS:
         yield from _wrong_part(kind, recipe)
+    if group.entropy_target is not None and group.entropy_bonus <= 0.0:
+        yield ("group.entropy_bonus", "group.entropy_target"), "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02"
+    if group.entropy_target is not None and _algorithm(recipe).mix:
+        yield "group.entropy_target reads the policy's entropy off its samples; here a teacher helps to sample (group.mix)"
     if not is_online(recipe.objective):
         return
     if group.minibatches > group.prompts_per_step:
@@ -450,16 +441,6 @@ def _curriculum(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     elif verdict_of(recipe.rewards, recipe.verdict) is None:
         message = "data.retire and data.curriculum go by the reward whose 1 says that a completion is right: name it, verdict: NAME"
         yield ("data.retire", "data.curriculum", "verdict"), message
-
-
-def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Findings:
-    group = recipe.group
-    if group.entropy_target is None:
-        return
-    if group.entropy_bonus <= 0.0:
-        yield ("group.entropy_bonus", "group.entropy_target"), "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02"
-    if _algorithm(recipe).mix:
-        yield "group.entropy_target reads the policy's entropy off its samples; here a teacher helps to sample (group.mix)"
 
 
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Findings:
@@ -563,13 +544,13 @@ def _shown(recipe: Recipe) -> Findings:
         yield f"{at}: nothing ties demonstrations to a reference: leave group.beta out"
 
 
-def _wrong_choice(name: str, names: Collection[str]) -> str | None:
-    """Why `name` is neither one of ours nor `module:NAME`, or None."""
+def _wrong_choice(name: str, names: Collection[str], kind: str = "NAME", own: str = "or module:NAME") -> str | None:
+    """Why `name` is neither one of ours nor somebody's own, or None.   own: how those are written."""
     if name in names:
         return None
     if ":" in name:
-        return _wrong_name(name, "NAME")
-    return f"must be one of {', '.join(names)}, or module:NAME; got {name!r}{closest(name, names)}"
+        return _wrong_name(name, kind)
+    return f"must be one of {', '.join(names)}, {own}; got {name!r}{closest(name, names)}"
 
 
 PLAIN = ALGORITHMS["grpo"]
@@ -624,12 +605,6 @@ def _wrong_part(kind: str, recipe: Recipe) -> Findings:
             yield (key, f"group.{kind}"), message
 
 
-def _parallel(recipe: Recipe, _: Sequence[str]) -> Findings:
-    parallel = recipe.parallel
-    if parallel.name == "ddp" and (parallel.shards is not None or parallel.offload):
-        yield "parallel: shards and offload are for weights that are spread: name zero2 or zero3, not ddp"
-
-
 def _rollout(recipe: Recipe, _: Sequence[str]) -> Findings:
     if "" in recipe.rollout.stop:
         yield "rollout.stop holds an empty string, which would end every completion at once"
@@ -669,7 +644,6 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Findings], ...] = (
     _objective,
     _length,
     _model,
-    _lora,
     _replay,
     _scratch,
     _data,
@@ -679,7 +653,5 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Findings], ...] = (
     _group,
     _critic,
     _teacher,
-    _entropy,
     _curriculum,
-    _parallel,
 )
