@@ -406,6 +406,18 @@ def test_what_unknown_arguments_may_set_is_not_written_as_trls_default() -> None
     assert (closed["optimizer.lr"], closed["group.group_size"], closed["rollout.max_new_tokens"]) == (2e-6, 4, 512)
 
 
+def test_arguments_behind_two_stars_are_read_where_they_are_written_out() -> None:
+    head = "def f(completions): ...\nmore = {'reward_funcs': [f], 'tools': tools}\nrest = dict(seed=7, max_steps=steps())"
+    text = script(head, "**more, **others, train_dataset=load_dataset('d')", "'out/mine', **rest")
+    imported = read(text, "c.py")
+    assert (imported.keys["name"], imported.keys["seed"], rewards_of(imported)) == ("mine", 7, ["c.py:f"])
+    assert {line.name: line.value for line in imported.lines if line.fate is None} == {
+        "max_steps": "steps()", "tools": "tools", "GRPOTrainer(**)": "others",
+    }  # fmt: skip
+    assert imported.keys["optimizer.lr"] == 1e-6  # the trainer's other arguments are none of the configuration's
+    assert read(script("d = dict(**d)", "reward_funcs=[]", "**d"), "c.py").keys["model.path"] == "m/m"
+
+
 def test_functions_of_a_script_that_trains_only_as_a_program_stay_in_it() -> None:
     for guarded in ("def main():\n", "if __name__ == '__main__':\n"):
         head, call = SCRIPT.split("trainer = ")

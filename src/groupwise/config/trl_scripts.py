@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,10 @@ class Script:
             places = ", ".join(f"{name} in line {call.lineno}" for name, call in made)
             raise ConfigError(f"{self.file} makes {len(made)} configurations ({places}): keep one of them in a file of its own")
         name, call = made[0]
-        for keyword in call.keywords:
-            if keyword.arg is not None:
-                self.read(keyword.arg, keyword.value)
-            elif isinstance(value := self.value(keyword.value), dict):  # **{...}
-                self.known |= value
-            else:
-                self.unread(OPEN, keyword.value, "arguments that are not known: say them in the recipe")
+        for argument, node in [*(("output_dir", one) for one in call.args[:1]), *self.keywords(call)]:
+            self.read(argument, node)
+        for node in call.args[1:]:
+            self.unread("an argument without a name", node, "say it in the recipe")
         trainer = name.replace("Config", "Trainer")
         for other in self.calls:
             if called(other) == trainer:
@@ -123,8 +121,24 @@ class Script:
                     self.unread_lines.append(Line(f"{called(other)}()", values, row and row.fate, row.says if row else "not known"))
         return name
 
+    def keywords(self, call: ast.Call, depth: int = 0) -> Iterator[tuple[str, ast.expr]]:
+        """The arguments of a call by name, those of a `**` that is written out among them."""
+        for one in call.keywords:
+            inner = self.followed(one.value)
+            if one.arg is not None:
+                yield one.arg, one.value
+            elif isinstance(inner, ast.Dict) and all(isinstance(key, ast.Constant) for key in inner.keys):
+                yield from ((str(self.value(key)), value) for key, value in zip(inner.keys, inner.values, strict=True) if key)
+            elif isinstance(inner, ast.Call) and called(inner) == "dict" and not inner.args and depth < DEPTH:
+                yield from self.keywords(inner, depth + 1)
+            else:
+                yield OPEN, one.value
+
     def read(self, name: str, node: ast.expr) -> None:
         """Add an argument to those that are known; a line where its value is not known."""
+        if name == OPEN:
+            self.unread(name, node, "arguments that are not known: say them in the recipe")
+            return
         value, row = self.objects(OBJECTS[name], node) if name in OBJECTS else self.value(node), TABLE.get(name)
         if value is not UNKNOWN:
             self.known[name] = value
@@ -139,7 +153,7 @@ class Script:
 
     def read_adapter(self, call: ast.Call) -> None:
         """Add what a call that describes an adapter says, and its defaults for the rest."""
-        keywords = {keyword.arg or OPEN: keyword.value for keyword in call.keywords}
+        keywords = dict(self.keywords(call))
         peft = called(call) == "LoraConfig"
         self.known.setdefault("use_peft", True)
         if not peft and not keywords.keys() & LORA.keys():
@@ -156,11 +170,13 @@ class Script:
 
     def read_trainer(self, kind: str, call: ast.Call) -> None:
         """Add what the call that makes the trainer says."""
-        arguments = dict(zip(ORDER[kind], call.args, strict=False)) | {one.arg or OPEN: one.value for one in call.keywords}
+        arguments = dict(zip(ORDER[kind], call.args, strict=False)) | dict(self.keywords(call))
         for name, node in arguments.items():
             if name == "args" or (isinstance(node, ast.Constant) and node.value is None):
                 continue
-            if name == "model":
+            if name == OPEN:
+                self.unread(f"{called(call)}({OPEN})", node, "arguments that are not known: say them in the recipe")
+            elif name == "model":
                 self.read_model(node)
             elif name in SPLITS:
                 self.read_rows(name, node)
