@@ -36,6 +36,7 @@ def main() -> None:
         from groupwise.data.packing import pack
         from groupwise.models.fused import fused_modules
         from groupwise.training.loss import Loss
+        from groupwise.training.passes import BatchPass
 
         completions = [ids.tolist() for ids in here.completion_ids()]
         columns = {"rewards": [float(len(ids) % 2) for ids in completions], "logp": [[-9.0] * len(ids) for ids in completions]}
@@ -46,7 +47,7 @@ def main() -> None:
             begin = time.process_time()
             with fused_modules(policy.model):
                 for batch in streams:
-                    loss(policy, batch=batch)[0].backward()
+                    loss(BatchPass(policy, batch))[0].backward()
             policy.model.zero_grad(set_to_none=True)
             return time.process_time() - begin
 

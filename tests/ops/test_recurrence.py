@@ -170,10 +170,10 @@ def test_a_stream_of_filler_alone_computes() -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    x = torch.randn(4, D, requires_grad=True)
-    out = stream(layout_of([(0, [4])], 0)).convolve((0, 1), x, torch.randn(D, W), None, silu=False)
+    query, *others = (x.requires_grad_() for x in columns_of(4, True))
+    out = stream(layout_of([(0, [4])], 0)).rule((0, 1), query, *others)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
+        torch.autograd.grad(out.sum(), query, create_graph=True)
 
 
 def test_steady_decay_over_many_chunks_stays_finite() -> None:

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from groupwise.ops.autograd import Gradients, first_derivative
-from groupwise.ops.functional import blocks
 from groupwise.records import Layout
 
 CHUNK = {"cpu": 32, "cuda": 64}
@@ -63,12 +62,12 @@ def _taken(rows: Tensor, places: Places) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Windows:
-    """What a convolution reads where it reaches back to before a segment's start."""
+    """A stream in which every segment stands behind the inputs before it, as a convolution reads them."""
 
-    first_F: Tensor
-    """Those positions."""
-    inputs_FW: Places
-    """Their inputs: rows of the stream, and behind them of states."""
+    rows_E: Places
+    """Rows of the stream, and behind them of states."""
+    place_T: Tensor
+    """Where each row of the stream stands, counted without the first segment's inputs before it."""
     last_NU: Places
     """Of each segment its last W - 1 inputs."""
 
@@ -132,24 +131,20 @@ class Segments:
         return self.once("windows", (width, states, device), lambda: self._windows(width - 1, device, states))
 
     def _windows(self, before: int, device: torch.device, states: bool) -> Windows:
-        count = self.start.size
-        history = np.full((count, before), -1)
-        if states:
-            history = self.total + np.arange(count * before).reshape(count, before)
-
-        def last(s: int) -> np.ndarray:
-            rows = min(before, int(self.length[s]))
-            end = int(self.start[s] + self.length[s])
-            return np.append(history[s, rows:], np.arange(end - rows, end))
-
-        for s in np.flatnonzero(self.prefix >= 0):
-            history[s] = last(self.prefix[s])
-        first = [self.start[s] + np.arange(min(before, int(self.length[s]))) for s in range(count)]
-        read = [np.append(history[s], rows)[i : i + before + 1] for s, rows in enumerate(first) for i in range(rows.size)]
+        count, history, last = self.start.size, list[np.ndarray](), list[np.ndarray]()
+        order, place, end = list[np.ndarray](), np.zeros(self.total, np.int64), 0
+        for s in range(count):  # a prefix stands before those that begin with it
+            none = self.total + s * before + np.arange(before) if states else np.full(before, -1)
+            history.append(last[self.prefix[s]] if self.prefix[s] >= 0 else none)
+            rows = np.arange(self.start[s], self.start[s] + self.length[s])
+            order.append(np.append(history[s], rows))
+            last.append(order[s][len(rows) :])
+            place[rows] = end + np.arange(len(rows))
+            end += len(order[s])
         return Windows(
-            first_F=torch.from_numpy(np.concatenate(first)).to(device),
-            inputs_FW=Places.of(np.array(read, np.int64), device),
-            last_NU=Places.of(np.array([last(s) for s in range(count)], np.int64), device),
+            rows_E=Places.of(np.concatenate(order), device),
+            place_T=torch.from_numpy(place).to(device),
+            last_NU=Places.of(np.array(last, np.int64), device),
         )
 
     def chunks(self, device: torch.device) -> Chunks:
@@ -181,64 +176,6 @@ class Segments:
 # ---------------------------------------------------------------- convolution
 
 
-class _Convolution(torch.autograd.Function):
-    """`convolve` of rows (T + states, D) -> (T, D)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_ED: Tensor, weight_DW: Tensor, bias_D: Tensor | None, windows: Windows, total: int, silu: bool
-    ) -> Tensor:
-        ctx.windows, ctx.total, ctx.silu = windows, total, silu
-        ctx.save_for_backward(x_ED, weight_DW, bias_D)
-        y_TD = _convolved(x_ED, weight_DW, bias_D, windows, total)
-        return F.silu(y_TD, inplace=True) if silu else y_TD
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        (grad,) = grads
-        assert grad is not None
-        x_ED, weight_DW, bias_D = ctx.saved_tensors
-        windows, total, taps_WD = ctx.windows, ctx.total, weight_DW.T.contiguous()
-        grad_TD = grad.contiguous()
-        if ctx.silu:
-            grad_TD = torch.ops.aten.silu_backward(grad_TD, _convolved(x_ED, weight_DW, bias_D, windows, total))
-        bias_grad = None if bias_D is None else grad_TD.sum(0)
-        first_F1D = grad_TD.index_select(0, windows.first_F)[:, None]
-        grad_TD = grad_TD.index_fill(0, windows.first_F, 0)
-        x_grad, taps_grad, width = torch.empty_like(x_ED), torch.zeros_like(taps_WD), len(taps_WD)
-        x_grad[total:] = 0
-        for rows in blocks(grad_TD):
-            begin, end = rows.start, min(rows.stop, total)
-            torch.mul(grad_TD[rows], taps_WD[-1], out=x_grad[begin:end])
-            taps_grad[-1] += (grad_TD[rows] * x_ED[begin:end]).sum(0)
-            for back in range(1, width):
-                ahead = grad_TD[begin + back : end + back]
-                x_grad[begin : begin + len(ahead)].addcmul_(ahead, taps_WD[-1 - back])
-                taps_grad[-1 - back] += (ahead * x_ED[begin : begin + len(ahead)]).sum(0)
-        read_FWD = _taken(x_ED, windows.inputs_FW).unflatten(0, (-1, width))
-        taps_grad += (first_F1D * read_FWD).sum(0)
-        reached = (first_F1D * taps_WD).flatten(0, 1).index_fill_(0, windows.inputs_FW.empty, 0)
-        x_grad.index_add_(0, windows.inputs_FW.index, reached)
-        return x_grad, taps_grad.T, bias_grad, None, None, None
-
-
-def _convolved(x_ED: Tensor, weight_DW: Tensor, bias_D: Tensor | None, windows: Windows, total: int) -> Tensor:
-    """First as if the stream were one text, some rows at a time; then the positions whose taps lie elsewhere."""
-    taps_WD = weight_DW.T.contiguous()
-    x_TD = x_ED[:total]
-    y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    for rows in blocks(x_TD):
-        begin, end = rows.start, min(rows.stop, total)
-        torch.mul(x_TD[begin:end], taps_WD[-1], out=y_TD[begin:end])
-        for back in range(1, len(taps_WD)):
-            at = max(begin, back)
-            y_TD[at:end].addcmul_(x_TD[at - back : end - back], taps_WD[-1 - back])
-    read_FWD = _taken(x_ED, windows.inputs_FW).unflatten(0, (-1, len(taps_WD)))
-    y_TD.index_copy_(0, windows.first_F, (read_FWD * taps_WD).sum(1))
-    return y_TD if bias_D is None else y_TD.add_(bias_D)
-
-
 def convolve(
     x_TD: Tensor,
     weight_DW: Tensor,
@@ -259,9 +196,14 @@ def convolve(
         y_ND = y_ND if bias_D is None else y_ND + bias_D
         return F.silu(y_ND) if silu else y_ND, x_NWD[:, 1:]
     windows = segments.windows(before + 1, x_TD.device, states=state_NUD is not None)
-    x_ED = x_TD if state_NUD is None else torch.cat([x_TD, state_NUD.flatten(0, 1).to(x_TD.dtype)])
-    y_TD = _Convolution.apply(x_ED, weight_DW, bias_D, windows, segments.total, silu)
-    return y_TD, _taken(x_ED.detach(), windows.last_NU).unflatten(0, (-1, before))  # type: ignore[return-value]
+    x_TD = x_TD if state_NUD is None else torch.cat([x_TD, state_NUD.flatten(0, 1).to(x_TD.dtype)])
+    x_ED = _taken(x_TD, windows.rows_E)
+    y_ED = x_ED[before:] * weight_DW[:, -1]
+    for back in range(1, before + 1):
+        y_ED = torch.addcmul(y_ED, x_ED[before - back : len(x_ED) - back], weight_DW[:, -1 - back])
+    y_TD = y_ED.index_select(0, windows.place_T)
+    y_TD = y_TD if bias_D is None else y_TD + bias_D
+    return F.silu(y_TD) if silu else y_TD, _taken(x_TD.detach(), windows.last_NU).unflatten(0, (-1, before))
 
 
 # ---------------------------------------------------------------- the gated rule
