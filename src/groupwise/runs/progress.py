@@ -185,20 +185,21 @@ class Progress:
     def _table(self, rows: Plan) -> Table:
         first = 1 if self._numbers[0] == 0 and len(self._numbers) > 1 else 0  # step 0 is an evaluation
         history, numbers = self._history[first:], self._numbers[first:]
-        size = min(RECENT, max(len(history) // 2, 1))  # two columns never show the same steps
-        head, tail = history[:size], history[-size:]
+        size = min(RECENT, max(len(history) // 2, 1))
+        begin, end = slice(None, size), slice(-size, None)
+        spans = [begin, end] if len(history) > 1 else [end]  # two columns never show the same steps
         table = Table(box=None, pad_edge=False, title=safe(self._title) if self._title else None, title_justify="left")
         table.add_column("")
-        table.add_column(f"steps {numbers[0]}-{numbers[size - 1]}", justify="right")
-        table.add_column(f"steps {numbers[-size]}-{numbers[-1]}", justify="right")
-        columns = COLUMNS if any("reward" in metrics for metrics in tail) else (LOSS, *COLUMNS)
+        for span in spans:
+            first, last = numbers[span][0], numbers[span][-1]
+            table.add_column(f"step {first}" if first == last else f"steps {first}-{last}", justify="right")
+        columns = COLUMNS if any("reward" in metrics for metrics in history[end]) else (LOSS, *COLUMNS)
         for column in columns:
-            figures = [[metrics[column.name] for metrics in part if column.name in metrics] for part in (head, tail)]
+            figures = [[metrics[column.name] for metrics in history[span] if column.name in metrics] for span in spans]
             if all(figures):
                 table.add_row(column.column, *(column.shown(sum(values) / len(values)) for values in figures))
-        table.add_row("time", "", duration(self._now() - self._began))
-        for label, value in rows:
-            table.add_row(safe(label), "", safe(str(value)))
+        for label, value in [("time", duration(self._now() - self._began)), *rows]:
+            table.add_row(safe(label), *[""] * (len(spans) - 1), safe(str(value)))
         return table
 
     def _sample(self, step: Step) -> None:
