@@ -152,7 +152,7 @@ def search(pages: Pages, **asked: Any) -> list[dict[str, Any]]:
     cursor: Any = ""
     while cursor is not None:
         answer = pages.answer("search", {"run": "0", "cursor": str(cursor), **{key: str(value) for key, value in asked.items()}})
-        matches += answer["found"]
+        matches += answer["matches"]
         cursor = answer["next"]
     return matches
 
@@ -181,7 +181,7 @@ def test_search_finds_all_of_it_and_nothing_else(pages: Pages, made: Any) -> Non
 def test_a_search_answers_in_time_and_says_where_to_go_on(pages: Pages, made: Any) -> None:
     source, index = pages.sources[0], pages.indexes[0]
     first = questions.search(source, index, questions.SearchQuery(text="nowhere to be found"), budget=0.0)
-    assert first == {"found": [], "next": 39, "seen": 1, "left": 39}
+    assert first == {"matches": [], "next": 39, "seen": 1, "left": 39}
     second = questions.search(source, index, questions.SearchQuery(text="nowhere to be found"), cursor=39, budget=0.0)
     assert second["next"] == 38
 

@@ -80,12 +80,12 @@ def families(names: Iterable[str]) -> list[dict[str, Any]]:
     """
     known = sorted(name for name in set(names) if not name.endswith("/half_width"))
     leading = [figure["metric"] for figure in figures(known)]
-    found: dict[str, list[str]] = {"The run": leading, **{section.title: [] for section in METRICS}, OTHERS: []}
+    subjects: dict[str, list[str]] = {"The run": leading, **{section.title: [] for section in METRICS}, OTHERS: []}
     for name in sorted(known, key=_place):
         if name not in leading:
             title = OTHERS if find(name) is None else HELD_OUT if name.startswith("eval/") else METRICS[_place(name)[0]].title
-            found[title].append(name)
-    return [{"title": title, "names": inside} for title, inside in found.items() if inside]
+            subjects[title].append(name)
+    return [{"title": title, "names": inside} for title, inside in subjects.items() if inside]
 
 
 @cache

@@ -47,7 +47,7 @@ class Index:
         self._stop = threading.Event()
         self._reading: Future[None] | None = None
         self.total = 0
-        self.asked = 0
+        self.busy = 0
         """Pages that are being answered; reading on waits for them."""
 
     def start(self) -> None:
@@ -77,7 +77,7 @@ class Index:
             if self._stop.is_set():
                 return
             if step not in self._entries and step not in self._damaged:
-                while self.asked and not self._stop.wait(0.01):
+                while self.busy and not self._stop.wait(0.01):
                     pass
                 try:
                     self.add(step)
@@ -116,6 +116,6 @@ class Index:
     def visits(self, key: str) -> list[tuple[int, int, np.ndarray]]:
         """(step, group, rewards) of every group of a prompt, in the order of training, as far as steps have been read."""
         with self._lock:
-            found = sorted(self._by_prompt.get(key, {}).items())
-        entries = [(step, group, self._entries.get(step)) for step, group in found]
+            groups = sorted(self._by_prompt.get(key, {}).items())
+        entries = [(step, group, self._entries.get(step)) for step, group in groups]
         return [(step, group, entry.reward[entry.group == group]) for step, group, entry in entries if entry is not None]

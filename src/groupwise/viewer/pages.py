@@ -47,12 +47,12 @@ class Pages:
         """The JSON of an address.  Raises KeyError for one that is not there, DataError for what cannot be answered."""
         answer = self.known[name]
         for index in self.indexes:
-            index.asked += 1
+            index.busy += 1
         try:
             return answer(parameters)
         finally:
             for index in self.indexes:
-                index.asked -= 1
+                index.busy -= 1
 
     def start(self) -> None:
         """Begin to gather what pages about whole runs need, of every run that is looked at."""
@@ -147,14 +147,14 @@ class Pages:
         """A prompt through training: every group it had, as far as the index has read."""
         self._source(parameters)
         index = self.indexes[self._number(parameters)]
-        found = [
+        visits = [
             {"step": step, "group": group, "rewards": groups.plain(rewards)}
             for step, group, rewards in index.visits(parameters.get("key", ""))
         ]
-        return {"visits": found, "read": index.read, "total": index.total}
+        return {"visits": visits, "read": index.read, "total": index.total}
 
     def search(self, parameters: Parameters) -> Json:
-        """Completions that hold what is parameters for."""
+        """Completions that match a query."""
         query = questions.SearchQuery(
             text=parameters.get("text", ""),
             prompt=parameters.get("prompt", ""),
@@ -195,12 +195,12 @@ class Pages:
         near = questions.shared_steps(self.indexes[j], right) if kind == TRAINING else []
         if left is None:
             left = near[0][0] if near and i == j else steps[0]
-        found = questions.compare((self.sources[i], left), (self.sources[j], right), kind)
-        if not found["pairs"] and not parameters.keys() & {"step", "with", "kind"}:
+        compared = questions.compare((self.sources[i], left), (self.sources[j], right), kind)
+        if not compared["pairs"] and not parameters.keys() & {"step", "with", "kind"}:
             held_out = [source.steps(HELD_OUT) for source in (self.sources[i], self.sources[j])]
             if all(held_out) and (i != j or len(held_out[0]) > 1):
                 return self.compare({**parameters, "kind": HELD_OUT})
-        return {**found, "step": left, "with": right, "near": near, "kind": kind}
+        return {**compared, "step": left, "with": right, "near": near, "kind": kind}
 
     def config(self, parameters: Parameters) -> Json:
         """The resolved recipe, which of its keys are not at their default, and the environment."""
@@ -279,15 +279,15 @@ def _needed(parameters: Parameters, name: str) -> int:
 
 
 def _real(parameters: Parameters, name: str) -> float | None:
-    """None if it was not said."""
-    if not (said := parameters.get(name)):
+    """None if it is not there."""
+    if not (text := parameters.get(name)):
         return None
     try:
-        value = float(said)
+        value = float(text)
     except ValueError:
         value = math.nan
     if not abs(value) < LARGEST:
-        raise DataError(f"{name} is {said!r}, expected a number")
+        raise DataError(f"{name} is {text!r}, expected a number")
     return value
 
 

@@ -33,7 +33,7 @@ SCATTER = 2000
 READ = 600
 """Characters of a completion in which repetitions are counted."""
 AROUND = 80
-"""Characters on each side of what was found."""
+"""Characters on each side of what is looked for."""
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -79,10 +79,10 @@ def search(
         and (query.last is None or step <= query.last)
         and (cursor is None or step <= cursor)
     ]
-    began, found, seen = time.monotonic(), [], 0
+    began, matches, seen = time.monotonic(), [], 0
     for step in steps:
-        if seen and (len(found) >= PAGE or time.monotonic() - began > budget):
-            return {"found": found, "next": step, "seen": seen, "left": len(steps) - seen}
+        if seen and (len(matches) >= PAGE or time.monotonic() - began > budget):
+            return {"matches": matches, "next": step, "seen": seen, "left": len(steps) - seen}
         seen += 1
         entry = index.entry(step) if query.kind == TRAINING else None
         if entry is not None:
@@ -90,8 +90,8 @@ def search(
                 continue
             if not query.function and query.ranged and not _within(entry.reward, query.low, query.high).any():
                 continue
-        found += _matches(source, step, query)
-    return {"found": found, "next": None, "seen": seen, "left": 0}
+        matches += _matches(source, step, query)
+    return {"matches": matches, "next": None, "seen": seen, "left": 0}
 
 
 def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Json]:
@@ -101,16 +101,16 @@ def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Js
         table = source.table(step, sorted(names), query.kind)
     except DataError:
         return []
-    kept = np.ones(len(table), bool)
+    chosen = np.ones(len(table), bool)
     if query.ranged:
-        kept &= _within(numbers(table, judged), query.low, query.high)
+        chosen &= _within(numbers(table, judged), query.low, query.high)
     if query.finish:
-        kept &= np.array([value == query.finish for value in table.column("finish").to_pylist()], bool)
+        chosen &= np.array([value == query.finish for value in table.column("finish").to_pylist()], bool)
     for wanted, name in ((query.text, "completion_text"), (query.prompt, "prompt_text")):
-        if wanted and kept.any():
+        if wanted and chosen.any():
             hit = pc.match_substring(table.column(name), wanted, ignore_case=True)  # type: ignore[attr-defined]
-            kept &= np.array(hit.to_pylist(), dtype=object) == True  # noqa: E712 - null is not a hit
-    places = np.flatnonzero(kept)
+            chosen &= np.array(hit.to_pylist(), dtype=object) == True  # noqa: E712 - null is not a hit
+    places = np.flatnonzero(chosen)
     if not places.size:
         return []
     rows = table.take(pa.array(places)).to_pylist()

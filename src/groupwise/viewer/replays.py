@@ -63,8 +63,8 @@ def offered() -> Json:
 
 def own_code(config: Mapping[str, Any]) -> str | None:
     """The key under which a recipe names code of its own that a replay would import."""
-    said = (key for key, value in config.items() if isinstance(value, str) and ":" in value)
-    return next((key for key in said if key == "objective" or key.startswith("group.")), None)
+    code = (key for key, value in config.items() if isinstance(value, str) and ":" in value)
+    return next((key for key in code if key == "objective" or key.startswith("group.")), None)
 
 
 def checked(text: str) -> list[str]:
@@ -96,7 +96,7 @@ def replayed(folder: Path, number: int, place: int, changes: Sequence[str]) -> J
         _one.release()
     if not 0 <= place < len(step["tokens"]):
         raise DataError(f"step {number} has no group {place}")
-    rows, said = step["tokens"][place], step["changed"] or step["recorded"]
+    rows, outcome = step["tokens"][place], step["changed"] or step["recorded"]
     recorded = _shares([row["recorded"] for row in rows])
     replay = _shares([row["changed"] for row in rows]) if changes else recorded
     change = [_difference(one, other) if changes else None for one, other in zip(recorded, replay, strict=True)]
@@ -106,9 +106,9 @@ def replayed(folder: Path, number: int, place: int, changes: Sequence[str]) -> J
         bound = max(scales["change"][1], LEAST * scales["replay"][1])
         scales["change"] = [-bound, bound]
     return {
-        "algorithm": said["algorithm"],
-        "without": said["without"],
-        "loss": [step["recorded"]["loss"], said["loss"]],
+        "algorithm": outcome["algorithm"],
+        "without": outcome["without"],
+        "loss": [step["recorded"]["loss"], outcome["loss"]],
         "pushes": step.get("pushes"),
         "completions": [
             {"index": row["index"], **{name: _plain(values[i]) for name, values in columns.items()}} for i, row in enumerate(rows)
@@ -135,8 +135,8 @@ def computed(folder: Path, number: int, changes: tuple[str, ...]) -> Json:
     try:
         return json.loads(done.stdout)
     except ValueError as error:
-        said = done.stderr.strip() or f"it ended with status {done.returncode}"
-        raise DataError(said.partition(": ")[2] or said) from error
+        words = done.stderr.strip() or f"it ended with status {done.returncode}"
+        raise DataError(words.partition(": ")[2] or words) from error
 
 
 Columns = list[np.ndarray | None]

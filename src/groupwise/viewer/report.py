@@ -61,14 +61,14 @@ def address(name: str, parameters: dict[str, Any]) -> str:
 
 
 def _answers(pages: Pages, count: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
 
     def ask(name: str, **parameters: str | int) -> Any:
         try:
             answer = pages.answer(name, {key: str(value) for key, value in parameters.items()})
         except DataError as error:
             answer = {"error": str(error)}
-        found[address(name, parameters)] = answer
+        answers[address(name, parameters)] = answer
         return answer
 
     runs = ask("runs")["runs"]
@@ -76,13 +76,10 @@ def _answers(pages: Pages, count: int) -> dict[str, Any]:
         i = run["run"]
         ask("curves", run=i)
         ask("config", run=i)
-        if not run["newest"] and run["newest"] != 0:
-            ask("health", run=i)
-            continue
-        ask("lenses", run=i)
-        kept = {TRAINING: _telling(pages.sources[i]), HELD_OUT: run["evaluations"][-1:]}
-        run["kept"] = kept
-        for kind, steps in kept.items():
+        if run["newest"] is not None:
+            ask("lenses", run=i)
+            run["kept"] = {TRAINING: _telling(pages.sources[i]), HELD_OUT: run["evaluations"][-1:]}
+        for kind, steps in run.get("kept", {}).items():
             for step in list(steps):
                 answer = ask("step", run=i, kind=kind, step=step)
                 if "error" in answer:
@@ -93,9 +90,9 @@ def _answers(pages: Pages, count: int) -> dict[str, Any]:
                 for group in answer["groups"]:
                     for completion in ask("group", run=i, kind=kind, step=step, group=group["group"]).get("completions", ()):
                         _shorten(completion)
-                    found[address("visits", {"run": i, "key": group["key"]})] = {"visits": [], "read": 0, "total": 0}
+                    answers[address("visits", {"run": i, "key": group["key"]})] = {"visits": [], "read": 0, "total": 0}
         ask("health", run=i)  # the last: it names the files that could not be read
-    return found
+    return answers
 
 
 def _shorten(completion: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ class _PageHandler(Handler):
             return
         try:
             where = urlsplit(self.path)
-            asked = dict(parse_qsl(where.query, max_num_fields=64))
+            parameters = dict(parse_qsl(where.query, max_num_fields=64))
         except ValueError:
             self._send(HTTPStatus.BAD_REQUEST, b"this is no address\n", "text/plain")
             return
@@ -101,7 +101,7 @@ class _PageHandler(Handler):
             kind = TYPES[Path(where.path).suffix or ".html"]
             self._send(HTTPStatus.OK, self.server.files[where.path], kind)
         elif where.path.startswith("/api/"):
-            self._answer(where.path.removeprefix("/api/"), asked)
+            self._answer(where.path.removeprefix("/api/"), parameters)
         else:
             self._send(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain")
 
@@ -121,17 +121,17 @@ class _PageHandler(Handler):
         return HTTPStatus.REQUEST_URI_TOO_LONG if len(self.path) > LONGEST else None
 
     def _answer(self, name: str, parameters: dict[str, str]) -> None:
-        status, found = HTTPStatus.OK, b""
+        status, body = HTTPStatus.OK, b""
         try:
-            found = _json(self.server.pages.answer(name, parameters))
+            body = _json(self.server.pages.answer(name, parameters))
         except KeyError:
-            status, found = HTTPStatus.NOT_FOUND, _json({"error": "there is no such page"})
+            status, body = HTTPStatus.NOT_FOUND, _json({"error": "there is no such page"})
         except DataError as error:
-            status, found = HTTPStatus.UNPROCESSABLE_ENTITY, _json({"error": str(error)})
+            status, body = HTTPStatus.UNPROCESSABLE_ENTITY, _json({"error": str(error)})
         except Exception as error:  # one bad file must not take the viewer away
             log.exception("the page %s failed", name)
-            status, found = HTTPStatus.INTERNAL_SERVER_ERROR, _json({"error": f"{type(error).__name__}: {error}"})
-        self._send(status, found, "application/json")
+            status, body = HTTPStatus.INTERNAL_SERVER_ERROR, _json({"error": f"{type(error).__name__}: {error}"})
+        self._send(status, body, "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         compressed = len(body) > SMALL and "gzip" in (self.headers.get("Accept-Encoding") or "")

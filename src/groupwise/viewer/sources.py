@@ -165,8 +165,8 @@ class RunSource(CompletionSource):
     def problems(self) -> list[str]:
         """What could not be read so far, each file by its name."""
         with self._lock:
-            found = [text for texts in self._wrong.values() for text in texts]
-        return [*self.files.doubtful, *self._metrics.problems, *found]
+            wrong = [text for texts in self._wrong.values() for text in texts]
+        return [*self.files.doubtful, *self._metrics.problems, *wrong]
 
     def _try(self, name: str, read: Callable[[], Found], otherwise: Found) -> Found:
         """What `read` makes of a file; `otherwise` if that is wrong, which is noted."""
@@ -308,8 +308,8 @@ def open_sources(paths: Sequence[str | Path]) -> list[CompletionSource]:
         stages = sorted(child.parent for child in path.glob(f"*/{CONFIG}")) if path.is_dir() else []
         opened += stages if stages and not (path / CONFIG).exists() else [path]
     names = [path.name for path in opened]
-    told = [path.name if names.count(path.name) == 1 else f"{path.absolute().parent.name}/{path.name}" for path in opened]
-    return [open_source(path, name) for path, name in zip(opened, told, strict=True)]
+    shown = [path.name if names.count(path.name) == 1 else f"{path.absolute().parent.name}/{path.name}" for path in opened]
+    return [open_source(path, name) for path, name in zip(opened, shown, strict=True)]
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -347,13 +347,13 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not rows:
         raise DataError(f"{path} holds no rows")
-    found = [row for row in rows if isinstance(row, dict) and _first(row, "completion") is not None]
-    if not found:
+    usable = [row for row in rows if isinstance(row, dict) and _first(row, "completion") is not None]
+    if not usable:
         has = f"it has {', '.join(rows[0])}" if isinstance(rows[0], dict) else "its rows are no JSON objects"
         raise DataError(f"{path} has no column that could be a completion ({', '.join(NAMES['completion'])}); {has}")
-    if lost := len(rows) - len(found):
+    if lost := len(rows) - len(usable):
         logger(__name__).warning("%s: %d of %d rows hold no completion, and are left out", path, lost, len(rows))
-    return found
+    return usable
 
 
 def _json_rows(path: Path) -> list[Any]:

@@ -952,8 +952,8 @@ VIEWS.search = async (main) => {
       while (still_() && cursor !== null && total < wanted) {
         const answer = await ask("search", { ...asked, run: run.run, kind, cursor }, true);
         if (!still_()) return;
-        list.append(...answer.found.map(foundRow));
-        total += answer.found.length;
+        list.append(...answer.matches.map(foundRow));
+        total += answer.matches.length;
         seen += answer.seen;
         cursor = answer.next;
         count.textContent =
