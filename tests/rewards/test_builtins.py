@@ -177,7 +177,7 @@ def test_importing_the_rewards_does_not_import_torch():
         "length",
         "math_checker",
         "registry",
-        "returned",
+        "user_functions",
         "step_rewards",
     ]
     code = "import sys; " + "; ".join(f"import groupwise.rewards.{m}" for m in modules)

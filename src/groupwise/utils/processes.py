@@ -135,7 +135,8 @@ class WorkerProcess:
                 else:
                     process = _Forked(lambda: supervise_worker(lifeline, channel, target, options), folder)
         self._process: Any = process
-        weakref.finalize(self, _forget, os.getpid(), process, self._lifeline, self._channel)
+        self._asking = threading.RLock()
+        weakref.finalize(self, _end, os.getpid(), process, self._lifeline, self._channel)
         self._begun: float | None = time.monotonic()
         with contextlib.suppress(OSError):  # whoever asks it hears of it
             send(self._channel, payload, self._begun + START_SECONDS)
@@ -163,7 +164,8 @@ class WorkerProcess:
                 send(self._channel, b"", time.monotonic() + SEND_SECONDS, [other, remote])
         fork = object.__new__(WorkerProcess)
         fork._lifeline, fork._channel, fork._process, fork._begun = lifeline, channel, None, None
-        weakref.finalize(fork, _forget, os.getpid(), None, lifeline, channel)
+        fork._asking = threading.RLock()
+        weakref.finalize(fork, _end, os.getpid(), None, lifeline, channel)
         return fork
 
     def call(self, *request: Any, seconds: float) -> Any:
@@ -194,6 +196,9 @@ class WorkerProcess:
     def kill(self) -> None:
         """SIGKILL the process and what it started, and wait for their end; harmless if called again, and by any thread."""
         _terminate(self._process, self._lifeline, self._channel)
+        if self._asking.acquire(blocking=False):  # else whoever waits there has woken, and does the same
+            _close(self._lifeline, self._channel)
+            self._asking.release()
 
     def alive(self) -> bool:
         """False once its end of the socket is closed, which is how every death shows."""
@@ -206,19 +211,17 @@ class WorkerProcess:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError:
-            self.kill()
-            raise
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
-            raise self._died() from None
-        except BaseException:  # Ctrl-C in the parent: the process is in the middle of a call
-            self.kill()
-            raise
+        with self._asking:
+            try:
+                yield
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+                self.kill()
+                raise error if isinstance(error, TimeoutError) else self._died() from None
+            except BaseException:  # Ctrl-C in the parent: the process is in the middle of a call
+                self.kill()
+                raise
 
     def _died(self) -> Died:
-        self.kill()
         code = None if self._process is None else self._process.returncode
         if code is None:  # a fork, whose status nobody hears of, or one that another thread is ending
             return Died("its process has ended")
@@ -229,10 +232,10 @@ class WorkerProcess:
 
 
 def _terminate(process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
-    for end in (lifeline, channel):  # not closed: a thread that waits there, or is about to, would come to wait for another one's
+    for end in (lifeline, channel):
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
-    if process is None or lifeline.fileno() < 0:  # closed: this is a fork of the parent
+    if process is None or lifeline.fileno() < 0:  # closed: it has ended, or this is a fork of the parent
         return
     try:
         process.wait(END_SECONDS)
@@ -241,13 +244,18 @@ def _terminate(process: Any, lifeline: socket.socket, channel: socket.socket) ->
         process.wait()
 
 
-def _forget(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
+def _close(*ends: socket.socket) -> None:
+    """Not while a thread waits there, or is about to: it would come to wait for whatever has the descriptor then."""
+    for end in ends:
+        _ends.discard(end)
+        end.close()
+
+
+def _end(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
     """Nobody holds it any more."""
     if owner == os.getpid():
         _terminate(process, lifeline, channel)
-        for end in (lifeline, channel):
-            _ends.discard(end)
-            end.close()
+        _close(lifeline, channel)
 
 
 class _Forked:
