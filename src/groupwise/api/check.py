@@ -197,15 +197,15 @@ def _variables(template: Template, row: Mapping[str, Any], where: str) -> Findin
     """What the recipe's variables make of a prompt: where it becomes another, and how it ends."""
     content = template.content(row, where)
     try:
-        (told,), (plain,) = (one.ask([content], [where], [row]) for one in (template, replace(template, variables={})))
+        (rendered,), (plain,) = (one.ask([content], [where], [row]) for one in (template, replace(template, variables={})))
     except DataError as error:
         return Finding("variables", False, str(error))
     names = ", ".join(f"{name}: {value!r}" for name, value in template.variables.items())
-    if told.text == plain.text:
+    if rendered.text == plain.text:
         return Finding("variables", None, f"{{{names}}}: the prompt is the same without")
-    ends = f"the prompt ends in {told.text[-TAIL:]!r}, without in {plain.text[-TAIL:]!r}"
+    ends = f"the prompt ends in {rendered.text[-TAIL:]!r}, without in {plain.text[-TAIL:]!r}"
     return Finding(
-        "variables", True, f"{{{names}}}: {ends if told.text[-TAIL:] != plain.text[-TAIL:] else 'the prompt is another'}"
+        "variables", True, f"{{{names}}}: {ends if rendered.text[-TAIL:] != plain.text[-TAIL:] else 'the prompt is another'}"
     )
 
 
@@ -237,11 +237,11 @@ def _turns(policy: Policy) -> Finding:
 
 def _procedural(recipe: Recipe) -> Iterator[Finding]:
     """Can the scorers of a procedural data set be believed?"""
-    given = recipe.environment
-    if given.reasoning_gym is not None:
-        _, health = rows_of(given.reasoning_gym, given.args, ENTRIES, recipe.seed)
+    settings = recipe.environment
+    if settings.reasoning_gym is not None:
+        _, health = rows_of(settings.reasoning_gym, settings.args, ENTRIES, recipe.seed)
         good = False if not health.believable else None if health.faults else True
-        yield Finding("scorer", good, f"{given.reasoning_gym}: {health}")
+        yield Finding("scorer", good, f"{settings.reasoning_gym}: {health}")
 
 
 def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -250,8 +250,8 @@ def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Itera
     for kind in world.runtime.kinds.values():
         name = kind.name or kind.title
         for schema in kind.schemas:
-            given = ", ".join((schema["function"].get("parameters") or {}).get("properties") or ())
-            yield Finding("tool", True, f"{name_of(schema)}({given}): {schema['function'].get('description') or 'no description'}")
+            names = ", ".join((schema["function"].get("parameters") or {}).get("properties") or ())
+            yield Finding("tool", True, f"{name_of(schema)}({names}): {schema['function'].get('description') or 'no description'}")
         if not kind.resets:
             continue
         prompt = next((one for one in prompts if world.runtime.kind_of(one.row, f"prompt {one.id}") == kind), None)
@@ -260,8 +260,8 @@ def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Itera
             continue
         environment, began = world.runtime.make(kind), time.monotonic()
         try:
-            said = environment.reset(prompt.row, seed=recipe.seed, seconds=seconds)
-            says = f"{name}: reset() says {said!r:.80}" if said else f"{name}: reset() says nothing"
+            greeting = environment.reset(prompt.row, seed=recipe.seed, seconds=seconds)
+            says = f"{name}: reset() says {greeting!r:.80}" if greeting else f"{name}: reset() says nothing"
             if kind.steps:
                 observation, reward, done = environment.step("", seconds=seconds)
                 says += f"; to an empty turn it answers {observation!r:.80}, reward {reward}, done {done}"
@@ -311,15 +311,15 @@ def _restated(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     golds = rewards.golds
     probes: dict[str, list[tuple[Prompt, str]]] = {"the prompt itself": [], "the left half": [], "the right half": []}
     for prompt in prompts[:PROBED]:
-        asked = prompt_of(prompt)
-        probes["the prompt itself"].append((prompt, asked if isinstance(asked, str) else str(asked[-1].get("content"))))
+        question = prompt_of(prompt)
+        probes["the prompt itself"].append((prompt, question if isinstance(question, str) else str(question[-1].get("content"))))
         derivation = next((text for column in golds.values() if (text := as_text(prompt.row.get(column)))), "")
         for half, text in zip(("the left half", "the right half"), halves(derivation), strict=False):
             probes[half].append((prompt, text))
     says, paid = [], False
-    for what, found in probes.items():
-        if found:
-            earned = _earned(rewards, [prompt for prompt, _ in found], [text for _, text in found])
+    for what, pairs in probes.items():
+        if pairs:
+            earned = _earned(rewards, [prompt for prompt, _ in pairs], [text for _, text in pairs])
             says.append(f"{what} earns " + ", ".join(f"{name} {_mean(earned[:, rewards.names.index(name)])}" for name in golds))
             paid |= what != "the right half" and any((earned[:, rewards.names.index(name)] >= 1.0).any() for name in golds)
     of = "; of the gold's derivation " if len(says) > 1 else ""
@@ -341,7 +341,7 @@ def _earned(rewards: Rewards, prompts: Sequence[Prompt], texts: Sequence[str]) -
     best = np.full((len(prompts), len(rewards.names)), np.nan)
     for form in ("{}", "\\boxed{{{}}}", "#### {}"):
         groups = [(_written(prompt, form.format(text)),) for prompt, text in zip(prompts, texts, strict=True)]
-        best = np.fmax(best, [found.rewards[0] for found in rewards.score(groups)])
+        best = np.fmax(best, [group.rewards[0] for group in rewards.score(groups)])
     return best
 
 
@@ -385,8 +385,10 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
     unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
     yield _agree("packing", unshared, scored, limit, "shared prompts = repeated prompts", "shared and repeated prompts")
-    own = [_own_forward(policy, rollout) for rollout in rollouts[:PROMPTS]]
-    yield _agree("positions", own, scored, limit, "= the model's own forward pass", "the packed and the model's own forward pass")
+    own_pass = [_own_forward(policy, rollout) for rollout in rollouts[:PROMPTS]]
+    yield _agree(
+        "positions", own_pass, scored, limit, "= the model's own forward pass", "the packed and the model's own forward pass"
+    )
     yield _endings(recipe, job, prompts, rollouts)
     yield from _spread(rewards.score(groups)) if rewards.names else ()
 

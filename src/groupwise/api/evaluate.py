@@ -63,21 +63,21 @@ class EvalReport:
 
     def render(self) -> str:
         """Plain text."""
-        found = self.evaluation
+        evaluation = self.evaluation
         lines = [
-            f"{self.checkpoint}: {found.prompts} prompts, {found.k} samples each (± is half of a 95 % interval)",
+            f"{self.checkpoint}: {evaluation.prompts} prompts, {evaluation.k} samples each (± is half of a 95 % interval)",
             f"  {self.about}",
-            *(f"  {label:16}  {text}" for label, text in found.summary().items() if label != "tokens"),
-            f"  mean length       {found.length:.1f} tokens, {found.truncated:.1%} truncated",
+            *(f"  {label:16}  {text}" for label, text in evaluation.summary().items() if label != "tokens"),
+            f"  mean length       {evaluation.length:.1f} tokens, {evaluation.truncated:.1%} truncated",
         ]
-        for column, shares in found.by_column.items():
+        for column, shares in evaluation.by_column.items():
             lines.append(f"  greedy by {column}: " + ", ".join(f"{value} {share:.3f}" for value, share in shares.items()))
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """One JSON object."""
-        found = {"checkpoint": self.checkpoint, "prompts": self.evaluation.prompts, "k": self.evaluation.k}
-        return json.dumps(found | self.evaluation.metrics(), indent=1)
+        figures = {"checkpoint": self.checkpoint, "prompts": self.evaluation.prompts, "k": self.evaluation.k}
+        return json.dumps(figures | self.evaluation.metrics(), indent=1)
 
 
 def evaluate(
@@ -133,8 +133,8 @@ def evaluate(
         run = replace(run, environment=environment_of(keys))
     demand_values(run.environment, "environment")
     run = with_environment_data(run)
-    asked = _data_of(path, origin and run, rows if isinstance(rows, str | None) else os.fspath(rows), task, task_args, split)
-    asked = _with(asked, columns=columns, template=template, chat=chat, system=system, eval_limit=limit)
+    held_out = _data_of(path, origin and run, rows if isinstance(rows, str | None) else os.fspath(rows), task, task_args, split)
+    held_out = _with(held_out, columns=columns, template=template, chat=chat, system=system, eval_limit=limit)
     model, how = model_folder(path), _with(run.eval, k=k, temperature=temperature, max_new_tokens=max_new_tokens)
     length = how.max_new_tokens or run.rollout.max_new_tokens
     recipe = replace(
@@ -142,15 +142,15 @@ def evaluate(
         seed=run.seed if seed is None else seed,
         threads=run.threads,
         model=ModelSettings(path=model) if origin is None else settings_of(run.model, model),
-        data=asked,
+        data=held_out,
         rewards=_judges_of(path, run) if named is None else named,
         verdict=verdict or (run.verdict if named is None else None),
         environment=run.environment,
         rollout=replace(run.rollout, engine=EngineSettings(), max_new_tokens=length),
         eval=how,
     )
-    names, found = _evaluated(recipe, progress)
-    return EvalReport(path, _unfinished(path, model) + _about(origin, recipe, names), found)
+    names, evaluation = _evaluated(recipe, progress)
+    return EvalReport(path, _unfinished(path, model) + _about(origin, recipe, names), evaluation)
 
 
 def _with(settings: Any, **changes: Any) -> Any:

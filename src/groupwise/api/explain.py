@@ -102,9 +102,9 @@ def work(
     """
     rewards = (1.0, 0.0, 0.5) if rewards is None else rewards
     preset, mu = "grpo" if preset is None else preset, 2 if mu is None else mu
-    given = tuple(lengths) if lengths is not None else tuple(2 + i % 3 for i in range(len(rewards)))
-    if len(given) != len(rewards) or not all(1 <= n <= longest for n in given):
-        raise ConfigError(f"{len(rewards)} rewards need as many lengths, each 1 to {longest}, got {', '.join(map(str, given))}")
+    sizes = tuple(lengths) if lengths is not None else tuple(2 + i % 3 for i in range(len(rewards)))
+    if len(sizes) != len(rewards) or not all(1 <= n <= longest for n in sizes):
+        raise ConfigError(f"{len(rewards)} rewards need as many lengths, each 1 to {longest}, got {', '.join(map(str, sizes))}")
     if not 1 <= mu <= MOST_PASSES:
         raise ConfigError(f"mu must be at least 1 and at most {MOST_PASSES}, got {mu}")
     if not 0 < lr < np.inf:
@@ -114,27 +114,27 @@ def work(
     if any(reward is not None and not np.isfinite(reward) for reward in rewards):
         raise ConfigError(f"a reward is a finite number or none, got {', '.join(map(str, rewards))}")
     known = group or GroupSettings()
-    asked = replace(
+    settings = replace(
         known, group_size=len(rewards), updates_per_rollout=mu, minibatches=1, beta=known.beta if beta is None else beta
     )
     if preset in DATASET:
         raise ConfigError(f"{preset!r} learns from a data set; explain is for what samples completions: grpo, dapo, rloo ...")
-    algorithm = resolve(preset, asked, longest)
+    algorithm = resolve(preset, settings, longest)
     if algorithm.needs_forking:
         raise ConfigError("group.entropy_quantile asks for entropies, which a made-up policy does not have: explain --preset NAME")
     if algorithm.divergence is not None:
         raise ConfigError(
             f"{preset!r} learns from whole distributions, which do not fit a table of tokens: explain distill_sampled"
         )
-    return _worked(algorithm, _group(rewards, given, longest), None, mu, lr)
+    return _worked(algorithm, _group(rewards, sizes, longest), None, mu, lr)
 
 
 def _worked(algorithm: Algorithm, group: Scored, advantages: list[np.ndarray] | None, mu: int, lr: float) -> WorkedExample:
     """advantages: as a run gave them; None: those of this group alone."""
-    own = algorithm.advantages([group])[0] if advantages is None else advantages
-    samples = weigh([group], [own], algorithm)
+    per_token = algorithm.advantages([group])[0] if advantages is None else advantages
+    samples = weigh([group], [per_token], algorithm)
     return WorkedExample(
-        algorithm=algorithm, group=group, advantages=own, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
+        algorithm=algorithm, group=group, advantages=per_token, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
     )
 
 
@@ -169,48 +169,48 @@ def work_of_run(
         raise ConfigError(f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain --preset NAME")
     says, mu = f"{origin.folder}: {recipe.objective}", mu or recipe.group.updates_per_rollout
     settings = recipe.group if preset is None else None
-    found, recorded = None, None
+    chosen, recorded = None, None
     if rewards is None:
         steps = list_rollouts(origin.folder)
         if not steps:
             raise ConfigError(f"{origin.folder} has recorded no rollouts: give --rewards")
         recorded = read_step(origin.folder, steps[-1] if step is None else step)
         place = next((i for i, group in enumerate(recorded.groups) if not group.dead), 0)
-        found = recorded.groups[place]
-        rewards = [None if np.isnan(reward) else float(reward) for reward in found.reward[:SHOWN]]
-        cut = f", its first {SHOWN} completions" if len(found.reward) > SHOWN else ""
-        dead = "; all groups have equal rewards" if found.dead else ""
-        says += f", group {found.prompt.id} of step {recorded.number}{cut} (recorded are steps {steps[0]} to {steps[-1]}{dead})"
-        if lengths is None and max(len(rollout) for rollout in found.rollouts[:SHOWN]) <= LONGEST:
-            lengths = [len(rollout) for rollout in found.rollouts[:SHOWN]]
+        chosen = recorded.groups[place]
+        rewards = [None if np.isnan(reward) else float(reward) for reward in chosen.reward[:SHOWN]]
+        cut = f", its first {SHOWN} completions" if len(chosen.reward) > SHOWN else ""
+        dead = "; all groups have equal rewards" if chosen.dead else ""
+        says += f", group {chosen.prompt.id} of step {recorded.number}{cut} (recorded are steps {steps[0]} to {steps[-1]}{dead})"
+        if lengths is None and max(len(rollout) for rollout in chosen.rollouts[:SHOWN]) <= LONGEST:
+            lengths = [len(rollout) for rollout in chosen.rollouts[:SHOWN]]
     example = work(
         rewards, lengths, preset=preset or recipe.objective, mu=mu, beta=beta, lr=lr,
-        longest=LONGEST if found is None else max(LONGEST, recipe.rollout.max_new_tokens), group=settings,
+        longest=LONGEST if chosen is None else max(LONGEST, recipe.rollout.max_new_tokens), group=settings,
     )  # fmt: skip
-    if found is None or recorded is None:
+    if chosen is None or recorded is None:
         return says, example
-    shown = found.rollouts[:SHOWN]
+    shown = chosen.rollouts[:SHOWN]
     whole = all(rollout.episode is None and rollout.trained.all() for rollout in shown)  # of an episode a part is the policy's
-    own = whole and lengths == [len(rollout) for rollout in shown]
-    if own and all(name in found.signals for name in _signals_of(example.algorithm)):
+    fits = whole and lengths == [len(rollout) for rollout in shown]
+    if fits and all(name in chosen.signals for name in _signals_of(example.algorithm)):
         as_it_was = preset is None and beta is None and len(recorded.advantages) > place
         advantages = list(recorded.advantages[place])[:SHOWN] if as_it_was else None
         known = ["log-probs", *_signals_of(example.algorithm).values()] + ["advantages"] * as_it_was
         alone = "" if as_it_was else "; advantages are those of this group alone"
         says += f"\nAs recorded: rewards, {', '.join(known)}{alone}; weights and loss are those of these completions alone"
-        return says, _worked(example.algorithm, _cut(found), advantages, mu, lr)
-    made_up = ["log-probs", *(["lengths"] if not own else []), *_signals_of(example.algorithm).values()]
+        return says, _worked(example.algorithm, _cut(chosen), advantages, mu, lr)
+    made_up = ["log-probs", *(["lengths"] if not fits else []), *_signals_of(example.algorithm).values()]
     return f"{says}\nMade up: {', '.join(made_up)}; advantages are those of this group alone", example
 
 
 def _signals_of(algorithm: Algorithm) -> dict[str, str]:
     """Columns that an algorithm reads beside the tokens, and their names in a message."""
-    asked = (
+    columns = (
         (algorithm.needs_reference, "reference_logp", "those of the reference"),
         (algorithm.needs_value, "value", "the critic's values"),
         (algorithm.reads_teacher, "teacher_logp", "those of the teacher"),
     )
-    return {column: name for needed, column, name in asked if needed}
+    return {column: name for needed, column, name in columns if needed}
 
 
 def _cut(group: Scored) -> Scored:
@@ -340,8 +340,8 @@ def _advantage_rows(example: WorkedExample) -> list[str]:
 
 
 def _weights(example: WorkedExample) -> list[str]:
-    found = {id(sample.completion): float(sample.weight.max()) for sample in example.samples}
-    return [f"{found.get(id(rollout.tokens), 0.0):.4f}" for rollout in example.group.rollouts]
+    weights = {id(sample.completion): float(sample.weight.max()) for sample in example.samples}
+    return [f"{weights.get(id(rollout.tokens), 0.0):.4f}" for rollout in example.group.rollouts]
 
 
 def _pass(example: WorkedExample, number: int, seen: Pass) -> list[str]:
@@ -364,8 +364,8 @@ def _pass(example: WorkedExample, number: int, seen: Pass) -> list[str]:
             f"  {places[id(example.samples[i].completion)]:>10} {t + 1:>5}{cells}" + ("  clipped" if seen.clipped[m] else "")
         )
     advantage_M = torch.from_numpy(advantage)
-    found = diagnostics.ratio(torch.from_numpy(np.log(seen.ratio)), torch.from_numpy(seen.clipped))
-    found |= diagnostics.progress(torch.from_numpy(seen.logp), advantage_M)
-    shown = [f"{name} {found[name]:.4f}" for name in ("clip/low", "clip/high", "progress") if name in found]
+    figures = diagnostics.ratio(torch.from_numpy(np.log(seen.ratio)), torch.from_numpy(seen.clipped))
+    figures |= diagnostics.progress(torch.from_numpy(seen.logp), advantage_M)
+    shown = [f"{name} {figures[name]:.4f}" for name in ("clip/low", "clip/high", "progress") if name in figures]
     lines.append(f"  loss = sum(weight x loss) = {_number(seen.total)};  " + ", ".join(shown))
     return lines

@@ -100,16 +100,16 @@ class LoadedPolicy(Policy):
     @classmethod
     def of(cls, policy: Policy, origin: Origin | None = None) -> LoadedPolicy:
         """A policy, asked as the run that made it asked."""
-        found = cls(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)})
+        loaded = cls(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)})
         if origin is None:
-            return found
+            return loaded
         data, rollout = origin.recipe.data, origin.recipe.rollout
-        asked = {"data.system": data.system, "data.template": data.template, "rollout.stop": " ".join(rollout.stop)}
-        for key in (key for key, text in asked.items() if text and REDACTED in text):
+        texts = {"data.system": data.system, "data.template": data.template, "rollout.stop": " ".join(rollout.stop)}
+        for key in (key for key, text in texts.items() if text and REDACTED in text):
             log.warning("%s was taken for a secret, and is %s in the run: prompts are not those it was trained on", key, REDACTED)
         conversed = origin.recipe.environment.talks or origin.recipe.environment.asks
         return dataclasses.replace(
-            found,
+            loaded,
             chat=data.chat or (conversed and bool(policy.tokenizer.chat_template)),
             system=data.system,
             template=data.template,
@@ -158,7 +158,7 @@ class LoadedPolicy(Policy):
                 "`groupwise chat` and gw.evaluate hold conversations"
             )
         single = _is_single(prompts)
-        asked = [
+        questions = [
             Prompt(id=f"{place}", tokens=question.tokens, text=question.text)
             for place, question in enumerate(self._questions([prompts] if single else prompts))
         ]
@@ -171,9 +171,9 @@ class LoadedPolicy(Policy):
             stop=self.stop if stop is None else tuple(stop),
         )
         engine = NativeEngine(self, max_rows=ROWS)
-        groups = engine.generate(asked, group_size=1, sampling=sampling, seed=seed)
-        found = {rollout.prompt.id: rollout.text for (rollout,) in groups}
-        texts = [found[prompt.id] for prompt in asked]
+        groups = engine.generate(questions, group_size=1, sampling=sampling, seed=seed)
+        by_id = {rollout.prompt.id: rollout.text for (rollout,) in groups}
+        texts = [by_id[prompt.id] for prompt in questions]
         return texts[0] if single else texts
 
     @overload
@@ -219,12 +219,12 @@ class LoadedPolicy(Policy):
                 raise DataError(f"prompt and completion {place} have {length}, more than the context of {self.context}")
             weight = np.ones(ids.size)
             samples.append(Sample(group=f"{place}", prompt=question.tokens, completion=ids, weight=weight, temperature=temperature))
-        found = score(self, samples, budget=POSITIONS).logp
-        return found[0] if single else found
+        logp = score(self, samples, budget=POSITIONS).logp
+        return logp[0] if single else logp
 
     def _questions(self, prompts: Sequence[Any]) -> list[Any]:
         """Each prompt as the policy reads it."""
-        asked = Template(
+        template = Template(
             tokenizer=self.tokenizer,
             chat=self.chat,
             system=self.system,
@@ -232,25 +232,25 @@ class LoadedPolicy(Policy):
             variables=self.variables,
             control_tokens=self.control_tokens,
         )
-        spoken = dataclasses.replace(asked, format=None)  # messages are a prompt as they are
+        unformatted = dataclasses.replace(template, format=None)  # messages are a prompt as they are
         wheres = [f"prompt {place}" for place in range(len(prompts))]
         contents: list[Content] = []
         for prompt, where in zip(prompts, wheres, strict=True):
             if _is_conversation(prompt):
-                contents.append(spoken.content({"prompt": list(prompt)}, where))
+                contents.append(unformatted.content({"prompt": list(prompt)}, where))
             elif isinstance(prompt, str | Mapping):
-                contents.append(asked.content(self._row(prompt, where), where))
+                contents.append(template.content(self._row(prompt, where), where))
             else:
                 raise DataError(f"{where} is a text, a row or a list of chat messages, got {kind_of(prompt)}")
         rows = [
             self._row(prompt, where) if isinstance(prompt, Mapping) else {} for prompt, where in zip(prompts, wheres, strict=True)
         ]
-        unread = next((where for row, where in zip(rows, wheres, strict=True) if asked.unread_tools(row)), None)
+        unread = next((where for row, where in zip(rows, wheres, strict=True) if template.unread_tools(row)), None)
         if unread is not None:
             log.warning("%s: the tools in its row cannot be read, and the policy does not see them", unread)
         if blank := next((where for content, where in zip(contents, wheres, strict=True) if not content), None):
             raise DataError(f"{blank} is empty: there is nothing that a completion could follow")
-        questions = asked.ask(contents, wheres, rows)
+        questions = template.ask(contents, wheres, rows)
         empty = next((where for question, where in zip(questions, wheres, strict=True) if not question.tokens.size), None)
         if empty is not None:
             raise DataError(f"{empty} is empty: it has no token that a completion could follow")
@@ -282,11 +282,11 @@ class LoadedPolicy(Policy):
         return np.append(ids, [self.eos_ids[0]] if end else []).astype(np.int64)
 
 
-def _is_conversation(given: Any) -> bool:
+def _is_conversation(prompt: Any) -> bool:
     """True for a list of messages."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return False
-    return len(given) > 0 and all(isinstance(message, Mapping) for message in given)
+    return len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)
 
 
 def _is_single(prompts: object) -> bool:
@@ -315,11 +315,11 @@ def load_policy(
         return LoadedPolicy.of(_proven(loading.load_policy(path)))
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"a policy is loaded from a run, a checkpoint, a model folder or a hub name, got {kind_of(path)}")
-    found = model_folder(os.fspath(path))
+    folder = model_folder(os.fspath(path))
     origin = _origin(path)
     if origin is not None:
         demand_trust(origin, ("model",))
-    settings = ModelSettings(path=found) if origin is None else settings_of(origin.recipe.model, found)
+    settings = ModelSettings(path=folder) if origin is None else settings_of(origin.recipe.model, folder)
     settings = dataclasses.replace(settings, device=device, dtype=dtype or settings.dtype)
     return LoadedPolicy.of(_proven(loading.load_policy(settings)), origin)
 

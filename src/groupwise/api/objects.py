@@ -34,10 +34,10 @@ Environment: TypeAlias = str | Callable[..., Any]
 
 
 def recipe_keys(
-    given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, tools: Sequence[object] | None
+    keywords: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, tools: Sequence[object] | None
 ) -> dict[str, Any]:
     """The keys of a recipe that keywords of `train` mean, as a file could hold them.   Raises ConfigError, DataError."""
-    keys = dict(given)
+    keys = dict(keywords)
     if "model" in keys:
         keys["model"] = model_keys(keys["model"], tokenizer)
     elif tokenizer is not None:
@@ -51,11 +51,11 @@ def recipe_keys(
     return {key: plain(value, key) for key, value in keys.items()}
 
 
-def model_keys(given: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+def model_keys(value: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
     """The keys of `model`; `path` is a `Live` name where a loaded model was given.   Raises ConfigError."""
-    keys = _keys(given)
+    keys = _keys(value)
     if keys is None:
-        keys = {"path": given}
+        keys = {"path": value}
     model = keys.get("path")
     if isinstance(model, Policy):
         if tokenizer is not None:
@@ -89,39 +89,41 @@ def _own_dtype(model: PreTrainedModel, keys: Mapping[str, Any]) -> dict[str, str
     return {"dtype": dtype}
 
 
-def data_keys(given: object) -> dict[str, Any]:
+def data_keys(section: object) -> dict[str, Any]:
     """The keys of `data`; `path` and `eval_path` are `Live` names where rows were given.   Raises DataError."""
-    keys = _keys(given)
+    keys = _keys(section)
     if keys is None:
-        keys = {"path": given}
+        keys = {"path": section}
     elif keys and not set(keys) & set(_DATA) and all(isinstance(value, list | tuple | np.ndarray) for value in keys.values()):
         named = ", ".join(map(repr, keys))
-        raise DataError(f"data is {kind_of(given)} with the columns {named}: give rows, datasets.Dataset.from_dict(data).to_list()")
+        raise DataError(
+            f"data is {kind_of(section)} with the columns {named}: give rows, datasets.Dataset.from_dict(data).to_list()"
+        )
     for key, name in (("path", "data"), ("eval_path", "eval_data")):
         if key in keys and not isinstance(keys[key], str | os.PathLike | None):
             keys[key] = live_rows(keys[key], name)
     return keys
 
 
-def reward_entries(given: object) -> list[dict[str, Any]]:
+def reward_entries(value: object) -> list[dict[str, Any]]:
     """The entries of `rewards`; a function itself is a `Live` name.   Raises ConfigError."""
-    single = isinstance(given, str | Mapping | LiveReward | RewardSettings) or callable(given)
-    if not single and not isinstance(given, Sequence):
-        raise ConfigError(f"rewards is a function, its name, or a list of them, got {kind_of(given)}")
-    entries = [given] if single else list(given)  # type: ignore[call-overload]
+    single = isinstance(value, str | Mapping | LiveReward | RewardSettings) or callable(value)
+    if not single and not isinstance(value, Sequence):
+        raise ConfigError(f"rewards is a function, its name, or a list of them, got {kind_of(value)}")
+    entries = [value] if single else list(value)  # type: ignore[call-overload]
     return [_reward(entry, place) for place, entry in enumerate(entries)]
 
 
-def _reward(given: Any, place: int) -> dict[str, Any]:
+def _reward(entry: Any, place: int) -> dict[str, Any]:
     """One entry of `rewards`."""
-    if isinstance(given, str):
-        return {"function": given}
+    if isinstance(entry, str):
+        return {"function": entry}
     others: dict[str, Any] = {}
-    if isinstance(given, LiveReward):
-        live = given
+    if isinstance(entry, LiveReward):
+        live = entry
     else:
-        keys = _keys(given)
-        function: Any = given if keys is None else keys.get("function")
+        keys = _keys(entry)
+        function: Any = entry if keys is None else keys.get("function")
         if isinstance(function, LiveReward):
             raise ConfigError(f"rewards.{place}.function is a LiveReward: give it as the entry itself")
         if keys is not None and not callable(function):
@@ -140,10 +142,12 @@ def _reward(given: Any, place: int) -> dict[str, Any]:
     return keys | {"function": Live(str(keys["name"]), live)}
 
 
-def environment_keys(given: object, tools: Sequence[object] | None) -> dict[str, Any]:
+def environment_keys(environment: object, tools: Sequence[object] | None) -> dict[str, Any]:
     """The keys of `environment`; functions and classes are `Live` names.   Raises ConfigError."""
-    section = isinstance(given, EnvironmentSettings) or (isinstance(given, Mapping) and bool(set(given) & set(_ENVIRONMENT)))
-    keys: dict[str, Any] = {"factory": given} if given is not None and not section else dict(_keys(given) or {})
+    section = isinstance(environment, EnvironmentSettings) or (
+        isinstance(environment, Mapping) and bool(set(environment) & set(_ENVIRONMENT))
+    )
+    keys: dict[str, Any] = {"factory": environment} if environment is not None and not section else dict(_keys(environment) or {})
     if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
         raise ConfigError(f"tools is a list of functions or their names, got {kind_of(tools)}")
     named = [*(keys.get("tools") or ()), *(tools or ())]
@@ -158,28 +162,28 @@ def environment_keys(given: object, tools: Sequence[object] | None) -> dict[str,
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def _callable(given: object, where: str) -> str:
+def _callable(value: object, where: str) -> str:
     """The name of a tool or of what makes an environment; with the object where one was given."""
-    if isinstance(given, str):
-        return given
-    if not callable(given):
-        raise ConfigError(f"{where} is a function or a class, or the name of one, got {kind_of(given)}")
-    inner = given
+    if isinstance(value, str):
+        return value
+    if not callable(value):
+        raise ConfigError(f"{where} is a function or a class, or the name of one, got {kind_of(value)}")
+    inner = value
     while isinstance(inner, functools.partial):
         inner = inner.func
-    return Live(str(getattr(inner, "__name__", type(inner).__name__)), given)
+    return Live(str(getattr(inner, "__name__", type(inner).__name__)), value)
 
 
 _DATA = tuple(field.name for field in dataclasses.fields(DataSettings))
 _ENVIRONMENT = tuple(field.name for field in dataclasses.fields(EnvironmentSettings))
 
 
-def _keys(given: object) -> dict[str, Any] | None:
+def _keys(section: object) -> dict[str, Any] | None:
     """The keys of a section that was given as a mapping or as its dataclass; None if it is neither."""
-    if isinstance(given, ModelSettings | DataSettings | RewardSettings | EnvironmentSettings):
-        return dataclasses.asdict(given)
-    splits = type(given).__module__.partition(".")[0] == "datasets"  # a DatasetDict is a mapping, too
-    return {str(key): value for key, value in given.items()} if isinstance(given, Mapping) and not splits else None
+    if isinstance(section, ModelSettings | DataSettings | RewardSettings | EnvironmentSettings):
+        return dataclasses.asdict(section)
+    splits = type(section).__module__.partition(".")[0] == "datasets"  # a DatasetDict is a mapping, too
+    return {str(key): value for key, value in section.items()} if isinstance(section, Mapping) and not splits else None
 
 
 def plain(value: object, key: str) -> object:

@@ -133,8 +133,8 @@ def score_file(
     Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve, RewardError for bad results.
     """
     read, source, further = _rows(expanded(path), steps)
-    found = read.renamed(columns or {}).first(limit)
-    rows, names = list(found), [found.where(i) for i in range(len(found))]
+    table = read.renamed(columns or {}).first(limit)
+    rows, names = list(table), [table.where(i) for i in range(len(table))]
     for name, row in zip(names, rows, strict=True):
         _check(name, row)
     present = list(dict.fromkeys(column for row in rows for column in row))

@@ -58,10 +58,10 @@ class Answered:
 
     def turn(self, messages: Sequence[Mapping[str, Any]], temperature: float, seed: int) -> Rollout:
         """One episode after the messages: turns of the policy and answers of its environment."""
-        told = self.template.opened([dict(message) for message in messages])
-        assert not isinstance(told, str)
-        (question,) = self.template.ask([told], ["the conversation"])
-        prompt = Prompt(id="chat", tokens=question.tokens, text=question.text, row={"prompt": told}, messages=tuple(told))
+        opened = self.template.opened([dict(message) for message in messages])
+        assert not isinstance(opened, str)
+        (question,) = self.template.ask([opened], ["the conversation"])
+        prompt = Prompt(id="chat", tokens=question.tokens, text=question.text, row={"prompt": opened}, messages=tuple(opened))
         sampling = Sampling(temperature=temperature, max_new_tokens=self.length)
         ((rollout,),) = self.engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
         return rollout

@@ -72,8 +72,8 @@ class Training:
         """Warn that no step will come, as the command says it."""
         step = finished(self.folder)
         if step is not None and (self.recipe.steps is None or self.recipe.steps <= step) and comm.world().first:
-            said = "%s finished at step %d: nothing is left to train; fresh=True starts anew, more steps continue it"
-            log.warning(said, self.folder, step)
+            message = "%s finished at step %d: nothing is left to train; fresh=True starts anew, more steps continue it"
+            log.warning(message, self.folder, step)
 
     def plan(self) -> Lines:
         """What will happen, as label and text, without loading weights from a file or training."""
@@ -152,8 +152,8 @@ def train(
     >>> training.recipe.data.path
     'live:1 row (eeebffb9)'
     """
-    given = {key: value for key, value in locals().items() if key not in _OWN}
-    keys = {key: value for key, value in given.items() if value is not None}
+    values = {key: value for key, value in locals().items() if key not in _OWN}
+    keys = {key: value for key, value in values.items() if value is not None}
     if not isinstance(recipe, str | os.PathLike | Recipe | None):
         remedy = ": give a mapping's keys as keywords, train(**mapping)" if isinstance(recipe, Mapping) else ""
         raise ConfigError(f"a recipe is a file's path, the name of a bundled one or a Recipe, got {kind_of(recipe)}{remedy}")

@@ -54,14 +54,14 @@ def pairs(texts: Sequence[str], option: str) -> dict[str, Any]:
     """`KEY=VALUE` options, each value read as YAML.  Raises ConfigError."""
     from groupwise.config.strict_yaml import parse_value
 
-    found = {}
+    values = {}
     for text in texts:
         key, equals, value = text.partition("=")
         document, problems = parse_value(value, f"{option} {text}")
         if not equals or problems:
             raise ConfigError(str(problems[0]) if problems else f"{option} is written KEY=VALUE, got {text!r}")
-        found[key] = document.values
-    return found
+        values[key] = document.values
+    return values
 
 
 def texts(options: Sequence[str], option: str) -> dict[str, str]:

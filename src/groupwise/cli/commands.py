@@ -90,11 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         again = "; the same command continues from the last checkpoint" if trained else ""
         _tell(f"interrupted{again}", before="\n")
         return INTERRUPTED
-    except Ended as told:
-        meanwhile = [f"meanwhile {type(told.__cause__).__name__}: {told.__cause__}"] if told.__cause__ is not None else []
-        why = str(told) if told.exit_code == OUTPUT_GONE else f"ended by {told}"
-        _tell("; ".join([why, *getattr(told, "__notes__", ()), *meanwhile]))
-        return told.exit_code
+    except Ended as ended:
+        meanwhile = [f"meanwhile {type(ended.__cause__).__name__}: {ended.__cause__}"] if ended.__cause__ is not None else []
+        why = str(ended) if ended.exit_code == OUTPUT_GONE else f"ended by {ended}"
+        _tell("; ".join([why, *getattr(ended, "__notes__", ()), *meanwhile]))
+        return ended.exit_code
     except BrokenPipeError:
         # The reader of our output went away (`groupwise config | head`); Python would complain once more while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -186,14 +186,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _joined(typed: Sequence[str]) -> list[str]:
     """`--rewards -1,0.5` as `--rewards=-1,0.5`: argparse takes what begins with a minus for an option, but for a single
     number."""
-    found: list[str] = []
+    words: list[str] = []
     for text in typed:
-        mine = "--" not in found and found and re.fullmatch(r"--[a-z-]+", found[-1])
+        mine = "--" not in words and words and re.fullmatch(r"--[a-z-]+", words[-1])
         if mine and re.match(r"-([\d.]|inf|nan)[^,]*,", text):
-            found[-1] += f"={text}"
+            words[-1] += f"={text}"
         else:
-            found.append(text)
-    return found
+            words.append(text)
+    return words
 
 
 def parsers(names: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -206,10 +206,10 @@ def parsers(names: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, ar
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    found = {}
+    commands = {}
     for name, text in COMMANDS.items():
         command = subparsers.add_parser(name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-        found[name] = command
+        commands[name] = command
         if name in names:
             module = importlib.import_module(f"groupwise.cli.{name.replace('-', '_')}")
             module.arguments(command)
@@ -217,7 +217,7 @@ def parsers(names: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, ar
             examples = "examples:\n" + "".join(f"  {example}\n" for example in module.EXAMPLES)
             command.epilog = examples if command.epilog is None else f"{command.epilog}\n\n{examples}"
             command.set_defaults(run=module.run)
-    return parser, found
+    return parser, commands
 
 
 def _unknown(option: str, typed: Sequence[str], command: argparse.ArgumentParser, *, overrides: bool) -> str:

@@ -24,6 +24,6 @@ def run(options: argparse.Namespace) -> int:
     folder = expanded(options.folder)
     print(f"installing vLLM into {folder}: 2.5 GB, a few minutes", flush=True)
     install(folder, gpu=options.gpu)
-    found = "it is found there" if options.folder == FOLDER else f"say where it is: export {ENVIRONMENT}={folder.absolute()}"
-    print(f"done; {found}.  Next: groupwise train RECIPE rollout.engine=vllm")
+    where = "it is found there" if options.folder == FOLDER else f"say where it is: export {ENVIRONMENT}={folder.absolute()}"
+    print(f"done; {where}.  Next: groupwise train RECIPE rollout.engine=vllm")
     return 0

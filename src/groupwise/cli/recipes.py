@@ -82,11 +82,11 @@ def _import(name: str | None, to: str | None, devices: int, kind: str | None) ->
             "groupwise recipes import-trl needs a file: TRL's YAML or JSON, a script that makes a GRPOConfig, or the shell script "
             "that starts TRL"
         )
-    found = import_trl(name, devices=devices, kind=kind)
+    imported = import_trl(name, devices=devices, kind=kind)
     if to is None:
-        print(found.render(), end="")
+        print(imported.render(), end="")
         return 0
-    _write(Path(to), found.render().encode(), f"import-trl {name}")
-    print(found.summary())
+    _write(Path(to), imported.render().encode(), f"import-trl {name}")
+    print(imported.summary())
     print(f"{to}: read its comments, then run `groupwise train {to} --dry-run`")
     return 0

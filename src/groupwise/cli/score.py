@@ -69,10 +69,10 @@ def steps_of(text: str) -> list[range]:
     """
     if text == "all":
         return [range(1 << 62)]
-    found = []
+    ranges = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
             raise ConfigError(f"--steps is written 3, 1-10, 1,5,9 or all, got {text!r}")
-        found.append(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return found
+        ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return ranges

@@ -144,7 +144,7 @@ def complete(
 
     def name() -> None:
         if rank == 0:
-            _seal(temporary, step, {name: found for part in fingerprints for name, found in part.items()})
+            _seal(temporary, step, {name: fingerprint for part in fingerprints for name, fingerprint in part.items()})
             files.place(temporary, place(folder, step))
             # For people and other programs: `latest()` does not trust it.
             files.write(folder / LATEST, f"{place(folder, step).name}\n".encode())
@@ -201,8 +201,8 @@ def _seal(folder: Path, step: int, fingerprints: Mapping[str, Mapping[str, Any]]
 
 def _apart(tensor: Tensor) -> Tensor:
     """A tensor in host memory of its own: safetensors refuses shared memory."""
-    kept = tensor.detach().to("cpu").contiguous()
-    return kept.clone() if kept.untyped_storage().nbytes() != kept.nbytes else kept
+    host = tensor.detach().to("cpu").contiguous()
+    return host.clone() if host.untyped_storage().nbytes() != host.nbytes else host
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -311,12 +311,12 @@ class Saver:
 
 def _together(work: Callable[[], Found]) -> list[Found]:
     """Every process's result; a failure on one is raised on all."""
-    found, wrong = [], None
+    results, wrong = [], None
     try:
-        found = [work()]
+        results = [work()]
     except Exception as error:  # whatever it is, the others wait to hear of it
         wrong = str(error) if isinstance(error, (GroupwiseError, OSError)) else f"{type(error).__name__}: {error}"
-    outcomes = comm.gather([(found, wrong)], aside=True)
+    outcomes = comm.gather([(results, wrong)], aside=True)
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             raise StorageError(f"process {rank} could not write its part of a checkpoint: {failure}")
@@ -352,8 +352,8 @@ def latest(folder: Path) -> Path | None:
 
 def _candidates(root: Path) -> list[Path]:
     """Checkpoints by step, newest first.  Times of files do not matter."""
-    found = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()] if root.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name), reverse=True)
+    saved = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()] if root.is_dir() else []
+    return sorted(saved, key=lambda path: int(path.name), reverse=True)
 
 
 def exists(folder: Path) -> bool:
@@ -372,7 +372,7 @@ def damage(path: Path) -> str | None:
         manifest = RunFiles(path).json(MANIFEST)
         if manifest["format"] not in (OLDER, FORMAT):
             return f"its format is {manifest['format']}, this version reads {FORMAT}"
-        expected = {str(name): {"size": found["size"], "xxh3_128": found["xxh3_128"]} for name, found in manifest["files"].items()}
+        expected = {str(name): {"size": entry["size"], "xxh3_128": entry["xxh3_128"]} for name, entry in manifest["files"].items()}
     except (RunError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} is no manifest ({error})"
     try:
@@ -414,13 +414,13 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
     with safe_open(str(Path(path) / "trainer" / TENSORS), framework="pt") as file:
         names = set(file.keys())
         for name, tensor in into.items():
-            own = fsdp.own(tensor)
+            shard = fsdp.own(tensor)
             if name not in names or list(tensor.shape) != file.get_slice(name).get_shape():
                 raise CheckpointError(f"{path} holds no {name} of shape {tuple(tensor.shape)}: it is of another model")
-            if own is tensor:
-                own.copy_(file.get_tensor(name))
-            elif own.numel():
-                own.copy_(file.get_slice(name)[fsdp.own_rows(tensor)])
+            if shard is tensor:
+                shard.copy_(file.get_tensor(name))
+            elif shard.numel():
+                shard.copy_(file.get_slice(name)[fsdp.own_rows(tensor)])
 
 
 def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:

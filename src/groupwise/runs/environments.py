@@ -39,10 +39,10 @@ def with_environment_data(recipe: Recipe) -> Recipe:
 
     Raises ConfigError.
     """
-    given = recipe.environment
-    if given.verifiers is not None and recipe.data.path is None:
-        rows = _taskset(given.verifiers, json.dumps(given.args, sort_keys=True)).rows(recipe.data.limit)
-        return replace(recipe, data=replace(recipe.data, path=live_rows(rows, f"verifiers {given.verifiers}")))
+    settings = recipe.environment
+    if settings.verifiers is not None and recipe.data.path is None:
+        rows = _taskset(settings.verifiers, json.dumps(settings.args, sort_keys=True)).rows(recipe.data.limit)
+        return replace(recipe, data=replace(recipe.data, path=live_rows(rows, f"verifiers {settings.verifiers}")))
     return procedural.with_procedural_data(recipe)
 
 
@@ -58,9 +58,9 @@ def environment_of(keys: Mapping[str, Any]) -> EnvironmentSettings:
 
 
 @cache
-def _taskset(name: str, given: str) -> VerifiersHarness:
-    """A taskset that is loaded once: it takes seconds.  given: JSON."""
-    return VerifiersHarness(name, json.loads(given))
+def _taskset(name: str, arguments: str) -> VerifiersHarness:
+    """A taskset that is loaded once: it takes seconds.  arguments: JSON."""
+    return VerifiersHarness(name, json.loads(arguments))
 
 
 def make_runtime(settings: EnvironmentSettings) -> ToolRuntime | None:

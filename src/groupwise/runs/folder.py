@@ -325,8 +325,8 @@ def attempts_of(run: RunFiles) -> list[dict[str, Any]]:
     """The starts of a run, by `environment.json`; none if there is no such file.  Raises RunError."""
     if not run.has(ENVIRONMENT):
         return []
-    found = run.json(ENVIRONMENT)
-    attempts = found.get("attempts") if isinstance(found, dict) else None
+    record = run.json(ENVIRONMENT)
+    attempts = record.get("attempts") if isinstance(record, dict) else None
     if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
         raise RunError(f"{run.folder / ENVIRONMENT} holds no attempts")
     return attempts

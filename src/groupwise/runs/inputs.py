@@ -143,12 +143,12 @@ def _stage(path: str) -> dict[str, Any] | None:
 def _weights(path: str) -> dict[str, Any] | None:
     """The weights in a model's folder: of a stage as `_stage` names them, but as they are now.  None of a name of the hub."""
     try:
-        found = _weight_files(path)
-        digests = " ".join(map(files.digest, found))
-        size = sum(file.stat().st_size for file in found)
+        paths = _weight_files(path)
+        digests = " ".join(map(files.digest, paths))
+        size = sum(file.stat().st_size for file in paths)
     except (OSError, ValueError, AttributeError, RecursionError, ConfigError):  # whoever reads it says what is wrong
         return None
-    if not found:
+    if not paths:
         return None
     return {"size": size, "xxh3_128": digests} if _stage(path) is None else {"weights": digests}
 
@@ -156,8 +156,8 @@ def _weights(path: str) -> dict[str, Any] | None:
 def _weight_files(path: str) -> list[Path]:
     """Files with a model's weights; of an adapter also those of its base."""
     folder = expanded(checkpoint_folder(path))
-    own = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")])
-    return [*own, *_weight_files(read_adapter(folder))] if (folder / ADAPTER_CONFIG).is_file() else own
+    paths = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")])
+    return [*paths, *_weight_files(read_adapter(folder))] if (folder / ADAPTER_CONFIG).is_file() else paths
 
 
 def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
@@ -195,10 +195,10 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
     if "fingerprint" in now:
         return f"{named}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
     sizes = (then.get("size"), now.get("size"))
-    told = (
+    change = (
         f"{sizes[0]:,} bytes then, {sizes[1]:,} now" if sizes[0] != sizes[1] and None not in sizes else f"{sizes[1]} bytes, others"
     )
-    return f"{named}: its content has changed ({told})"
+    return f"{named}: its content has changed ({change})"
 
 
 def record_inputs(folder: Path, now: Inputs, done: int) -> None:
@@ -212,9 +212,9 @@ def record_inputs(folder: Path, now: Inputs, done: int) -> None:
 
 def _last(folder: Path) -> Inputs:
     history = _history(folder)
-    found = history[-1].get("inputs") if history else None
-    inputs = {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
-    if inputs != found and RunFiles(folder).has(INPUTS):
+    record = history[-1].get("inputs") if history else None
+    inputs = {key: value for key, value in record.items() if isinstance(value, dict)} if isinstance(record, dict) else {}
+    if inputs != record and RunFiles(folder).has(INPUTS):
         log.warning("%s is damaged: whether data, code or models have changed since the run began cannot be told", folder / INPUTS)
     return inputs
 

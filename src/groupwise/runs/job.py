@@ -499,8 +499,8 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds beside the policy: the optimizers' tensors, and `weights`; sharded or whole, as they are here."""
-        found = {f"{prefix}{name}": t for prefix, one in self.optimizers().values() for name, t in one.tensors().items()}
-        return found | self.weights()
+        tensors = {f"{prefix}{name}": t for prefix, one in self.optimizers().values() for name, t in one.tensors().items()}
+        return tensors | self.weights()
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Continue from a job's `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with it."""
@@ -741,16 +741,16 @@ def _proofs(prepared: Prepared, policy: Policy, critic: Critic | None, teacher: 
     assert prepared.prompts is not None
     longest, again = longest_of(recipe, prepared.prompts), recipe.model.gradient_checkpointing
     sampler = sampler_of(recipe.rollout, sampling_of(recipe.rollout), conversations=prepared.world is not None)
-    found = [prove(policy, longest=longest, sampler=sampler, recompute=again)]
+    proofs = [prove(policy, longest=longest, sampler=sampler, recompute=again)]
     if critic is not None and not critic.shared:
-        found.append(prove(critic.policy, longest=longest, recompute=again))
+        proofs.append(prove(critic.policy, longest=longest, recompute=again))
     other = teacher is not None and recipe.teacher.path is not None
     if teacher is not None and other:
-        found.append(prove(teacher.policy, longest=longest, train=False))
+        proofs.append(prove(teacher.policy, longest=longest, train=False))
     if teacher is not None and mix:
         both = [policy, teacher.policy] if other else [policy]
-        found += [prove(one, longest=longest, sampler=mixture(mix, recipe.rollout), train=False) for one in both]
-    return [proof.line for proof in found]
+        proofs += [prove(one, longest=longest, sampler=mixture(mix, recipe.rollout), train=False) for one in both]
+    return [proof.line for proof in proofs]
 
 
 def longest_of(recipe: Recipe, prompts: Data[Prompt]) -> int:

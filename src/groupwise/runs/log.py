@@ -64,12 +64,12 @@ class RunLog:
 
     def _lines_before(self) -> list[dict[str, Any]]:
         """What stood in the log; a damaged one is put aside, and goes on without its bad lines."""
-        found = LogReader(self.files)
-        lines = found.read()
-        if found.problems:
+        reader = LogReader(self.files)
+        lines = reader.read()
+        if reader.problems:
             aside = self.folder / "metrics.damaged.jsonl"
             os.replace(self.folder / METRICS, aside)
-            log.warning("%s; the log goes on without (as it was: %s)", "; ".join(found.problems), aside.name)
+            log.warning("%s; the log goes on without (as it was: %s)", "; ".join(reader.problems), aside.name)
         return lines
 
     def _write_lines(self) -> None:

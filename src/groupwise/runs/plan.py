@@ -146,7 +146,7 @@ ALONE = Sharding()
 def process_memory(shape: Shape, load: Load, sharding: Sharding = ALONE, *, prompts: int) -> MemoryPlan:
     """Bytes of one process that samples for `prompts` of a step's prompts.  The update is dealt out evenly, by positions."""
     samples = load.rows > 0
-    found = memory(
+    need = memory(
         shape,
         load,
         microbatch=load.fullest(-(-load.prompts // sharding.world)),
@@ -154,20 +154,20 @@ def process_memory(shape: Shape, load: Load, sharding: Sharding = ALONE, *, prom
         prompts=prompts if samples else 0,
     )
     if sharding.name == "ddp":
-        return found
+        return need
     width = shape.bytes_per_weight
     # While it trains: embedding, last norm and head, and the blocks that are gathered (the one at work and the next).
     block = (shape.parameters - shape.outside) // shape.layers
-    kept = shape.outside + (2 * block if sharding.name == "zero3" else shape.parameters - shape.outside)
-    parts = {name: -(-getattr(found, name) // sharding.shards) for name in ("weights", "gradients", "optimizer", "reference")}
+    resident = shape.outside + (2 * block if sharding.name == "zero3" else shape.parameters - shape.outside)
+    parts = {name: -(-getattr(need, name) // sharding.shards) for name in ("weights", "gradients", "optimizer", "reference")}
     host = sum(parts.values()) if sharding.offload else 0
     if sharding.offload:
         parts = dict.fromkeys(parts, 0)
     return replace(
-        found,
+        need,
         **parts,
         # A block's (or the root's) gradient is whole before it is summed.
-        gathered=kept * width + max(block, shape.outside) * 4,
+        gathered=resident * width + max(block, shape.outside) * 4,
         whole=shape.parameters * width if samples or not load.completion_tokens else 0,
         host=host,
     )
@@ -200,7 +200,7 @@ def memory(shape: Shape, load: Load, *, microbatch: int, rows: int = 0, prompts:
     stream = 4 if shape.bytes_per_weight == 4 else 2
     # Of a block that is computed again its inputs; the last is kept, and leaves its room to the others one by one.
     recomputed = shape.layers - 1 if load.recompute else 0
-    kept = recomputed * shape.hidden * stream + (shape.layers - recomputed) * kept_per_block(shape)
+    per_position = recomputed * shape.hidden * stream + (shape.layers - recomputed) * kept_per_block(shape)
     # While a block goes backward: its MLP's activations and the gradients of its two inner products.
     working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
@@ -218,7 +218,7 @@ def memory(shape: Shape, load: Load, *, microbatch: int, rows: int = 0, prompts:
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
         reference=shape.parameters * shape.bytes_per_weight if load.reference and not adapter else 0,
-        activations=microbatch * kept + max(microbatch * working, head) + again + cast,
+        activations=microbatch * per_position + max(microbatch * working, head) + again + cast,
         cache=keys + drawn * shape.vocabulary * 4 * 3,
         rewards=load.rewards,
         prepared=prepared,

@@ -110,9 +110,11 @@ def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
     if folder is None or not folder.exists():
         return frozen_copy(policy)
     settings = replace(recipe.model, path=str(folder), scratch=None)
-    kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: make_policy(blueprint.load(), blueprint.tokenizer, settings))
-    kept.model.requires_grad_(False)
-    return kept
+    frozen = hold(
+        recipe, read_blueprint(settings), lambda _, blueprint: make_policy(blueprint.load(), blueprint.tokenizer, settings)
+    )
+    frozen.model.requires_grad_(False)
+    return frozen
 
 
 def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
@@ -150,17 +152,17 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
     if settings.path is not None:
         blueprint = read_blueprint(model)
         check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"teacher.path: {settings.path}")
-        kept = hold(replace(recipe, model=model), blueprint)
-        kept.model.requires_grad_(False)
+        teacher = hold(replace(recipe, model=model), blueprint)
+        teacher.model.requires_grad_(False)
     elif settings.servers:
-        kept, servers = policy, ScoringServers(settings.servers)
+        teacher, servers = policy, ScoringServers(settings.servers)
         servers.connect(policy.tokenizer)
     elif settings.ema == 1.0:
-        kept = policy
+        teacher = policy
     else:
-        kept = frozen_copy(policy)
+        teacher = frozen_copy(policy)
     return Teacher(
-        policy=kept,
+        policy=teacher,
         servers=servers,
         hint=_hint(settings.hint, policy),
         ema=settings.ema,
@@ -188,13 +190,13 @@ def hint_of(text: str, row: Mapping[str, Any]) -> str:
 
 
 def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
-    given = recipe.teacher.demonstrations
-    if given is None:
+    settings = recipe.teacher.demonstrations
+    if settings is None:
         return None
-    data = replace(recipe.data, path=given.path, task=None, task_args={}, eval_path=None, eval_fraction=0.0, limit=None)
+    data = replace(recipe.data, path=settings.path, task=None, task_args={}, eval_path=None, eval_fraction=0.0, limit=None)
     tokenizer, eos_ids = policy.tokenizer, policy.eos_ids
     rows = load_records(DEMONSTRATIONS, data, tokenizer, context=policy.context, eos_ids=eos_ids, seed=recipe.seed).train
-    return Demonstrations(rows=rows, count=given.rows, seed=recipe.seed, lm=given.lm, divergence=given.divergence)
+    return Demonstrations(rows=rows, count=settings.rows, seed=recipe.seed, lm=settings.lm, divergence=settings.divergence)
 
 
 def parameter_count(blueprint: Blueprint) -> int:
@@ -209,9 +211,9 @@ def shape_of(blueprint: Blueprint, dtype: str = "float32") -> Shape:
 
 def weightless(blueprint: Blueprint) -> PreTrainedModel:
     """A language model's modules on the meta device, by its configuration alone.  Raises ConfigError if it describes none."""
-    kept = {key: value for key, value in blueprint.config.items() if key != "model_type"}
+    keys = {key: value for key, value in blueprint.config.items() if key != "model_type"}
     try:
-        config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
+        config = AutoConfig.for_model(blueprint.config["model_type"], **keys)
         with torch.device("meta"):
             model = language_class(config).from_config(config)
         freeze_towers(model)

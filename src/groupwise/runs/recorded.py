@@ -47,17 +47,17 @@ def write(run: RunFiles, kind: str, step: Step, name: str) -> None:
 
 def steps(run: RunFiles, kind: str = ROLLOUTS) -> tuple[dict[int, str], list[str]]:
     """Every recorded step and the name of its file, in order; and what lies there and is none.  Raises RunError."""
-    found, wrong = {}, []
+    numbered, wrong = {}, []
     for name in run.names(kind):
         if _STEP.fullmatch(name):
-            found[int(name.partition(".")[0])] = f"{kind}/{name}"
+            numbered[int(name.partition(".")[0])] = f"{kind}/{name}"
         elif _TOGETHER.fullmatch(name):
             wrong.append(
                 f"{run.folder / kind / name[:80]} holds several steps, as version 0.2 wrote them, and is not read any more"
             )
         elif name.endswith(".parquet") and not name.startswith("."):
             wrong.append(f"{run.folder / kind / name[:80]} is not named by a step, and is not read")
-    return dict(sorted(found.items())), wrong
+    return dict(sorted(numbered.items())), wrong
 
 
 def table(run: RunFiles, step: int, columns: Sequence[str] | None = None, kind: str = ROLLOUTS) -> pa.Table:
@@ -75,13 +75,13 @@ def table(run: RunFiles, step: int, columns: Sequence[str] | None = None, kind: 
         return [name for name in known_columns(schema) if columns is None or name in columns or family(name) in columns]
 
     try:
-        found = bounded_table(run.read(name, LARGEST), choose)
-        check_values(found)
+        rows = bounded_table(run.read(name, LARGEST), choose)
+        check_values(rows)
     except ValueError as error:
         raise RunError(f"{run.folder / name} is damaged: {error}") from error
-    if "step" in found.column_names and set(found.column("step").to_pylist()) != {step}:
+    if "step" in rows.column_names and set(rows.column("step").to_pylist()) != {step}:
         raise RunError(f"{run.folder / name} holds the completions of another step")
-    return found
+    return rows
 
 
 def cut(run: RunFiles, kind: str, done: int) -> None:
@@ -168,9 +168,9 @@ def _number(value: Any) -> Any:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl as dicts, in order; empty if there is none yet.  A warning names lines that are left out."""
-    found = LogReader(RunFiles(folder))
-    lines = found.read()
-    for problem in found.problems:
+    reader = LogReader(RunFiles(folder))
+    lines = reader.read()
+    for problem in reader.problems:
         log.warning("%s: it is left out", problem)
     return lines
 

@@ -247,10 +247,10 @@ class RecordedRun:
     def learner(self, step: int) -> Learner:
         """Policy, reference and optimizer after a step whose checkpoint is there; 0: before the first."""
         saved = checkpoint.place(self.folder, step) if step else None
-        resume, kept = None if saved is None else saved / "policy", self.folder / REFERENCE
+        resume, before = None if saved is None else saved / "policy", self.folder / REFERENCE
         recipe, blueprint = modelled(self.recipe, resume)
         check_reference(self.folder)
-        reference = kept if kept.is_dir() else None
+        reference = before if before.is_dir() else None
         learner = make_learner(recipe, blueprint, self.algorithm, reference=reference, resume=resume)
         if learner.reference is not None and recipe.model.lora is None and reference is None and saved is not None:
             # The run kept none, because it needed none: the weights that it began with.
@@ -355,12 +355,12 @@ def _computed(run: RecordedRun, recorded: Step, begun: int | None, was: Recorded
             f"{algorithm.name} with beta {algorithm.beta:g} needs log-probs of a reference, which the run did not record: "
             "that takes the weights before the step"
         )
-    advantages, said = algorithm.advantages(groups), step or recorded
+    advantages, seen = algorithm.advantages(groups), step or recorded
     steps = [
         weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm) for part in minibatches(groups, run.recipe.group)
     ]
-    first, last = _by_name(groups, said.current_logp), _by_name(groups, said.columns.get("last_logp", ()))
-    entropy = _by_name(groups, said.columns.get("entropy", ()))  # at the first pass
+    first, last = _by_name(groups, seen.current_logp), _by_name(groups, seen.columns.get("last_logp", ()))
+    entropy = _by_name(groups, seen.columns.get("entropy", ()))  # at the first pass
     parts, last_parts, without = [], [], None
     try:
         parts = [closed_form(algorithm, samples, first, entropy or None) for samples in steps]
@@ -450,10 +450,10 @@ def _figures(run: RecordedRun, recorded: Step, again: ReplayedStep, apart: str |
             yield _figure(name, [np.array([value])], [np.array([step.metrics[name]])], limit * max(1.0, abs(value)))
     saved = checkpoint.place(run.folder, recorded.number)
     if saved.is_dir() and not checkpoint.damage(saved):
-        kept = run.learner(recorded.number)
-        then, now = (_numbers(dict(one.policy.model.named_parameters())) for one in (kept, learner))
+        written = run.learner(recorded.number)
+        then, now = (_numbers(dict(one.policy.model.named_parameters())) for one in (written, learner))
         yield _figure("weights after the step", then, now, limit)
-        yield _figure("optimizer after the step", _numbers(kept.tensors()), _numbers(learner.tensors()), limit)
+        yield _figure("optimizer after the step", _numbers(written.tensors()), _numbers(learner.tensors()), limit)
 
 
 def _is_low(learner: Learner) -> bool:

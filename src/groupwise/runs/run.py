@@ -241,13 +241,13 @@ class Run:
     def _evaluate(self, log: RunLog) -> dict[str, float] | None:
         """Evaluate after the last step, whose line stands in the log already, and add the figures to it."""
         number = self.done
-        self.after = found = self.job.judge(number == self.job.steps)
-        if found is None:
+        self.after = judged = self.job.judge(number == self.job.steps)
+        if judged is None:
             return None
         with self._undisturbed():
-            comm.from_first(lambda: log.amend(number, found.metrics()))
-            comm.from_first(lambda: log.held_out(number, completions(found)))
-        return found.metrics()
+            comm.from_first(lambda: log.amend(number, judged.metrics()))
+            comm.from_first(lambda: log.held_out(number, completions(judged)))
+        return judged.metrics()
 
     def _finish(self, log: RunLog) -> None:
         """Export the final model, and mark the run as finished."""

@@ -203,8 +203,8 @@ class RunFiles:
         """Write the checksums anew: of files that are there, the names in `without` left out.  Raises OSError."""
         self._refresh()
         there = {name: known for name, known in self._digests.items() if name not in without and self.has(name)}
-        kept = [(name, digest) for name, known in there.items() for digest in known]
-        files.write(self.folder / CHECKSUMS, b"".join(_lines(kept)))
+        digests = [(name, digest) for name, known in there.items() for digest in known]
+        files.write(self.folder / CHECKSUMS, b"".join(_lines(digests)))
 
     def sync(self) -> None:
         """Bring the checksums to the disk.  Raises OSError."""

@@ -168,12 +168,12 @@ def closing_table(outcomes: Mapping[str, RunResult], recipe: Recipe, console: Co
     tables: dict[tuple[str, ...], list[tuple[str, dict[str, str]]]] = {}
     notes: list[str] = []
     for stage, outcome in outcomes.items():
-        for label, found in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
-            if found is not None:
-                notes += _part(label, found, outcome.after)
-                figures = found.summary()
+        for label, judged in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
+            if judged is not None:
+                notes += _part(label, judged, outcome.after)
+                figures = judged.summary()
                 rows = tables.setdefault(tuple(figures), [])
-                if found is outcome.after or not rows:
+                if judged is outcome.after or not rows:
                     rows.append((label, figures))
     last = list(outcomes.values())[-1].folder
     for columns, rows in tables.items():
@@ -188,8 +188,8 @@ def closing_table(outcomes: Mapping[str, RunResult], recipe: Recipe, console: Co
         console.print()
         console.print(table)
     if tables:
-        said = "; ".join(["on what training never saw", *notes, "± is half of a 95 % interval"])
-        console.print(f"({said})", style="dim", highlight=False)
+        about = "; ".join(["on what training never saw", *notes, "± is half of a 95 % interval"])
+        console.print(f"({about})", style="dim", highlight=False)
     console.print("\nNext:", highlight=False)
     for line in _next_commands(recipe, last):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)

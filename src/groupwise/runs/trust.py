@@ -99,9 +99,9 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def demand_trust(origin: Origin, parts: Iterable[str]) -> None:
     """Raises ConfigError for a run that is not this user's and whose recipe names code in one of `parts` (its first keys)."""
     wanted = tuple(parts)
-    found = [f"{key}: {text}" for key, text in named_code(origin.recipe) if key.partition(".")[0] in wanted]
-    if found and not sealed(RunFiles(origin.folder)):
-        lines = "\n".join(f"  {line}" for line in found)
+    code = [f"{key}: {text}" for key, text in named_code(origin.recipe) if key.partition(".")[0] in wanted]
+    if code and not sealed(RunFiles(origin.folder)):
+        lines = "\n".join(f"  {line}" for line in code)
         raise ConfigError(
             f"{origin.folder} was not made by you on this machine, or its {CONFIG} has changed since, and its recipe names code "
             f"that would run with your rights. Read it, then: groupwise trust {origin.folder}\n{lines}"
