@@ -27,7 +27,7 @@ from groupwise.models.saving import save
 from groupwise.models.shape import Shape
 from groupwise.models.streaming import empty_model
 from groupwise.runs import checkpoint
-from groupwise.runs.plan import Load, Sharding, process_memory
+from groupwise.runs.plan import Load, process_memory
 
 spec = importlib.util.spec_from_file_location("cases_of_sharding", Path(__file__).with_name("cases.py"))
 assert spec is not None and spec.loader is not None
@@ -301,7 +301,7 @@ def test_p34_the_plan_of_memory_and_traffic_is_what_is_counted(size: int, mode: 
     sharding = cases.sharding_of(mode).decided(0, size)
     load = Load(prompts=size, group=1, prompt_tokens=6, completion_tokens=0, budget=100)
     shards = sharding.shards or size
-    planned = process_memory(shape, load, Sharding(world=size, name=sharding.name, shards=shards), prompts=1)
+    planned = process_memory(shape, load, sharding, prompts=1, world=size)
     for one in found:
         assert one["weights"] == pytest.approx(planned.weights, rel=0.02)
         assert one["gradients"] == pytest.approx(planned.gradients, rel=0.02)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from groupwise.cli import commands
 from groupwise.config.recipes import load_recipe
 from groupwise.data.packing import pack
+from groupwise.distributed.fsdp import ShardingConfig
 from groupwise.models.backbone import checkpointing
 from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
@@ -29,7 +30,7 @@ from groupwise.models.shape import Shape
 from groupwise.records import Batch
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.runs.job import plan_of
-from groupwise.runs.plan import Load, Sharding, kept_per_block, memory, microbatch, prepared_weights, process_memory, prompts_of
+from groupwise.runs.plan import Load, kept_per_block, memory, microbatch, prepared_weights, process_memory, prompts_of
 
 
 def kept(policy: Policy, batch: Batch) -> int:
@@ -141,11 +142,11 @@ def test_parts_add_up_to_the_whole() -> None:
     assert alone.optimizer == 12 * 7_615_616_512
     peaks = {}
     for mode in ("zero2", "zero3"):
-        part = process_memory(seven(), load(), Sharding(world=64, name=mode, shards=8), prompts=2)
+        part = process_memory(seven(), load(), ShardingConfig(mode, 8), prompts=2, world=64)
         for name in ("weights", "gradients", "optimizer", "reference"):
             assert getattr(part, name) * 8 == getattr(alone, name)
         assert part.whole == alone.weights
-        far = process_memory(seven(), load(), Sharding(world=64, name=mode, shards=8, offload=True), prompts=2)
+        far = process_memory(seven(), load(), ShardingConfig(mode, 8, offload=True), prompts=2, world=64)
         assert far.weights == far.gradients == far.optimizer == far.reference == 0
         assert far.host == sum(getattr(part, name) for name in ("weights", "gradients", "optimizer", "reference"))
         peaks[mode] = part.peak
@@ -206,7 +207,7 @@ def test_a_gpu_holds_no_second_copy_of_all_weights() -> None:
     """Queries, keys and values lie side by side there, and gate and up; the rest is read where it is."""
     shape = seven()
     gpu = load(cpu=False, prepared=prepared_weights(shape, cpu=False), reference=False, recompute=True)
-    need = process_memory(shape, gpu, Sharding(world=4, name="zero3", shards=4), prompts=32)
+    need = process_memory(shape, gpu, ShardingConfig("zero3", 4), prompts=32, world=4)
     assert need.prepared == 28 * 3584 * (36 * 128 + 2 * 18944) * 2
     assert need.fragmentation == 0
     assert prepared_weights(shape, cpu=True) == 2 * shape.parameters

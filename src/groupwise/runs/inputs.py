@@ -13,7 +13,8 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,45 +42,45 @@ the fingerprint of a hub's data set, the digests of a finished stage's weights."
 
 
 def inputs_of(recipe: Recipe) -> Inputs:
-    """The inputs of a recipe whose `stage:NAME` are folders and files already.  Files that are not there are left out."""
-    named = [*_data_files(recipe), *_models(recipe), *_code(recipe)]
-    return {key: {"source": redacted(source), **content} for key, source, content in named if content is not None}
+    """The inputs of a recipe whose `stage:NAME` are folders and files already.  What is not there, or damaged, is left out."""
+    inputs: Inputs = {}
+    for key, source, read in _named(recipe):
+        try:
+            content = read()
+        except (ConfigError, DataError, OSError, ValueError, AttributeError, RecursionError):  # whoever reads it says what is wrong
+            continue
+        if content is not None:
+            inputs[key] = {"source": redacted(source), **content}
+    return inputs
 
 
-Named = Iterator[tuple[str, str, dict[str, Any] | None]]
-"""Dotted key, what it names, and what that holds; None where nothing is there."""
+def _named(recipe: Recipe) -> Iterator[tuple[str, str, Callable[[], dict[str, Any] | None]]]:
+    """Dotted keys, what they name, and a way to what that holds; None where nothing is there.
 
-
-def _data_files(recipe: Recipe) -> Named:
+    Of weights those that are read again on resume: checkpoints hold all weights of a policy without an adapter.
+    Rows in memory are left out: their name has a digest of them.
+    """
     data, replay, shown = recipe.data, recipe.reward_model.replay, recipe.teacher.demonstrations
-    sources = {
+    rows = {
         "data.path": (data.path, data.split),
         "data.eval_path": (data.eval_path, data.eval_split),
         "reward_model.replay.path": (replay and replay.path, data.split),
         "teacher.demonstrations.path": (shown and shown.path, data.split),
     }
-    for key, (source, split) in sources.items():
-        if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them
-            yield key, source, _data(source, split)
-
-
-def _models(recipe: Recipe) -> Named:
-    """Weights that are read again on resume.  Checkpoints hold all weights of a policy without an adapter."""
-    adapted = recipe.model.lora is not None
-    paths = {"model": recipe.model.path, "critic": recipe.critic.path, "teacher": recipe.teacher.path}
+    for key, (source, split) in rows.items():
+        if isinstance(source, str) and not isinstance(source, Live):
+            yield key, source, partial(fingerprint, source, split)
+    models = {"model": recipe.model.path, "critic": recipe.critic.path, "teacher": recipe.teacher.path}
     scorers = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function in MAKERS}
-    paths |= {f"rewards.{place}.args": reward.args.get("path") for place, reward in scorers.items()}
-    for key, path in paths.items():
+    models |= {f"rewards.{place}.args": reward.args.get("path") for place, reward in scorers.items()}
+    for key, path in models.items():
         if isinstance(path, str) and not isinstance(path, Live):
-            yield f"{key}.path", path, _weights(path) if key != "model" or adapted else _stage(path)
+            yield f"{key}.path", path, partial(_weights if key != "model" or recipe.model.lora is not None else _stage, path)
     if (template := recipe.model.chat_template) is not None:
-        yield "model.chat_template", template, _file(template)
-
-
-def _code(recipe: Recipe) -> Named:
+        yield "model.chat_template", template, partial(_file, template)
     for key, text in named_code(recipe):
         if (file := code_file(text)) is not None:
-            yield key, text, _file(str(file))
+            yield key, text, partial(_file, str(file))
 
 
 def code_file(text: str) -> Path | None:
@@ -119,19 +120,9 @@ def _module_files(module: str) -> list[Path]:
     return [file for root in roots for file in (root.joinpath(*inner, "__init__.py"), Path(f"{root.joinpath(*inner)}.py"))]
 
 
-def _data(source: str, split: str) -> dict[str, Any] | None:
-    try:
-        return fingerprint(source, split)
-    except (DataError, OSError):  # whoever reads it says what is wrong
-        return None
-
-
 def _file(path: str) -> dict[str, Any] | None:
-    try:
-        file = expanded(path)
-        return {"size": file.stat().st_size, "xxh3_128": files.digest(file)} if file.is_file() else None
-    except (OSError, ValueError):  # no path at all: a text that is too long, or with a NUL in it
-        return None
+    file = expanded(path)
+    return {"size": file.stat().st_size, "xxh3_128": files.digest(file)} if file.is_file() else None
 
 
 def _stage(path: str) -> dict[str, Any] | None:
@@ -142,14 +133,10 @@ def _stage(path: str) -> dict[str, Any] | None:
 
 def _weights(path: str) -> dict[str, Any] | None:
     """The weights in a model's folder: of a stage as `_stage` names them, but as they are now.  None of a name of the hub."""
-    try:
-        paths = _weight_files(path)
-        digests = " ".join(map(files.digest, paths))
-        size = sum(file.stat().st_size for file in paths)
-    except (OSError, ValueError, AttributeError, RecursionError, ConfigError):  # whoever reads it says what is wrong
+    if not (paths := _weight_files(path)):
         return None
-    if not paths:
-        return None
+    digests = " ".join(map(files.digest, paths))
+    size = sum(file.stat().st_size for file in paths)
     return {"size": size, "xxh3_128": digests} if _stage(path) is None else {"weights": digests}
 
 

@@ -128,28 +128,19 @@ class Load:
         return -(-prompts // batches) * group
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharding:
-    """How many processes there are, and how they share the weights."""
-
-    world: int = 1
-    name: str = "ddp"
-    """`ddp`, `zero2` or `zero3`."""
-    shards: int = 1
-    """Processes that share a copy of the weights."""
-    offload: bool = False
+ALONE = fsdp.ShardingConfig("ddp")
 
 
-ALONE = Sharding()
+def process_memory(shape: Shape, load: Load, sharding: fsdp.ShardingConfig = ALONE, *, prompts: int, world: int = 1) -> MemoryPlan:
+    """Bytes of one of `world` processes that samples for `prompts` of a step's prompts.
 
-
-def process_memory(shape: Shape, load: Load, sharding: Sharding = ALONE, *, prompts: int) -> MemoryPlan:
-    """Bytes of one process that samples for `prompts` of a step's prompts.  The update is dealt out evenly, by positions."""
+    The update is dealt out evenly, by positions.   sharding: `decided`.
+    """
     samples = load.rows > 0
     need = memory(
         shape,
         load,
-        microbatch=load.fullest(-(-load.prompts // sharding.world)),
+        microbatch=load.fullest(-(-load.prompts // world)),
         rows=min(load.rows, prompts * load.group),
         prompts=prompts if samples else 0,
     )
@@ -159,7 +150,8 @@ def process_memory(shape: Shape, load: Load, sharding: Sharding = ALONE, *, prom
     # While it trains: embedding, last norm and head, and the blocks that are gathered (the one at work and the next).
     block = (shape.parameters - shape.outside) // shape.layers
     resident = shape.outside + (2 * block if sharding.name == "zero3" else shape.parameters - shape.outside)
-    parts = {name: -(-getattr(need, name) // sharding.shards) for name in ("weights", "gradients", "optimizer", "reference")}
+    shards = sharding.shards or world
+    parts = {name: -(-getattr(need, name) // shards) for name in ("weights", "gradients", "optimizer", "reference")}
     host = sum(parts.values()) if sharding.offload else 0
     if sharding.offload:
         parts = dict.fromkeys(parts, 0)
@@ -274,13 +266,14 @@ def memory_lines(need: MemoryPlan) -> Lines:
     return [("memory", f"about {size(need.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
 
 
-def process_lines(shape: Shape, load: Load, sharding: Sharding) -> Lines:
-    """What each of several processes holds and does, as it is printed."""
-    world, copies = sharding.world, sharding.world // sharding.shards
+def process_lines(shape: Shape, load: Load, sharding: fsdp.ShardingConfig, world: int) -> Lines:
+    """What each of `world` processes holds and does, as it is printed."""
+    shards = sharding.shards or world
+    copies = world // shards
     if sharding.name == "ddp":
         held = "all weights on each"
     else:
-        held = f"weights, gradients and optimizer state sharded over {sharding.shards} ({sharding.name})"
+        held = f"weights, gradients and optimizer state sharded over {shards} ({sharding.name})"
         held += f", {copies} copies" if copies > 1 else ""
         held += ", in host memory" if sharding.offload else ""
     lines = [("processes", f"{world}, {held}; gradients are summed")]
@@ -290,7 +283,7 @@ def process_lines(shape: Shape, load: Load, sharding: Sharding) -> Lines:
         sampled = prompts * load.group * load.completion_tokens
         what = f"{prompts} x {load.group} completions, at most {sampled:,} tokens; " if load.completion_tokens else ""
         lines.append((name, what + training))
-        lines += memory_lines(process_memory(shape, load, sharding, prompts=prompts))
+        lines += memory_lines(process_memory(shape, load, sharding, prompts=prompts, world=world))
     return lines
 
 
@@ -468,8 +461,7 @@ def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | N
         if load.cpu and (reason := absence()):
             lines.append(("kernels", f"torch's own, more slowly: {reason}"))
     else:
-        shards = sharding.shards or count
-        lines += process_lines(shape, load, Sharding(world=count, name=sharding.name, shards=shards, offload=sharding.offload))
+        lines += process_lines(shape, load, sharding, count)
     if load.completion_tokens and not load.rows:
         lines.append(("not counted", f"what {recipe.rollout.engine.name} takes to sample, on this device or another"))
     return lines
