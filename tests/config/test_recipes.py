@@ -383,6 +383,14 @@ def test_k10_all_at_once_and_without_torch(tmp_path: Path) -> None:
     assert not (tmp_path / "bomb").exists()
 
 
+def test_mistakes_come_in_two_rounds() -> None:
+    both = GOOD.replace("  task: addition\n", "  task: addition\n  path: a/b\n")
+    (value,) = refused(both + "batch_size: 0\n")
+    assert value == "r.yaml:17: batch_size must be a whole number at least 1; got 0"
+    (rule,) = refused(both)
+    assert rule.endswith("say data.path (a file or a hub name) or data.task (a generated task), not both")
+
+
 def test_a_file_that_is_no_recipe() -> None:
     assert refused("- 1") == ["r.yaml:1: a recipe is a mapping of keys to values, got [1]"]
     assert refused("{") == ["r.yaml:1: not YAML: expected the node content, but found '<stream end>'", "{", "^"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,17 @@ def test_choices_are_the_words_of_a_setting() -> None:
 
 
 def test_names_that_recipes_may_use_are_those_of_the_tables() -> None:
+    from groupwise.algorithms.losses import Correction
+    from groupwise.algorithms.table import PARTS
+    from groupwise.runs.dashboards import BOARDS
     from groupwise.runs.engines import ENGINES
     from groupwise.training.objectives import OBJECTIVES
 
+    correction = typing.get_type_hints(Correction)
+    for name in ("level", "mode"):
+        assert settings_table()[f"rollout.engine.correct.{name}"].choices == typing.get_args(correction[name])
+    assert set(settings_table()["group.kl"].choices) == set(PARTS["kl"])
+    assert set(typing.get_args(settings.BoardName)) == set(BOARDS)
     assert set(engines.ENGINES) == set(ENGINES)
     assert set(settings.DATASET) == set(OBJECTIVES)
 

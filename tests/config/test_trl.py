@@ -485,6 +485,25 @@ def test_what_the_shell_does_with_a_command_is_no_argument(rest: str) -> None:
     )
 
 
+def test_yaml_json_a_command_and_a_script_are_read_by_the_same_table() -> None:
+    arguments = {
+        "model_name_or_path": "m/m", "dataset_name": "d/d", "num_generations": 4, "max_steps": 40, "beta": 0.04, "top_p": 0.9,
+        "loss_type": "dr_grpo", "warmup_ratio": 0.1, "report_to": ["wandb", "mlflow"], "use_vllm": True,
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "lr_scheduler_type": "cosine_with_min_lr",
+    }  # fmt: skip
+    words = {name: " ".join(value) if isinstance(value, list) else f"'{json.dumps(value)}'" for name, value in arguments.items()}
+    made = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if name not in ("model_name_or_path", "dataset_name"))
+    imports = [
+        read(yaml.safe_dump(arguments)),
+        read(json.dumps(arguments), "trl.json"),
+        read("trl grpo " + " ".join(f"--{name} {word}" for name, word in words.items()), "run.sh"),
+        read(script("", "train_dataset='d/d'", made), "train.py"),
+    ]
+    for imported in imports:
+        assert imported.keys == imports[0].keys
+        assert imported.keys["optimizer.warmup_steps"] == 4
+
+
 def test_a_value_of_another_type_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match=r"beta=.*: no value that TRL takes"):
         read("trl grpo --max_steps 3 --beta high low\n", "run.sh")

@@ -57,7 +57,7 @@ def from_trl(
     if kind is None:
         raise ConfigError(f"args is one of TRL's {', '.join(KINDS)}; got an object of {type(args).__name__}")
     loaded = model is not None and not isinstance(model, str | os.PathLike)
-    values, arguments = _values(args), _changed(args)
+    values, arguments = _values(args)
     for name, value in {**trainer, "processing_class": None if loaded else processing_class}.items():
         if name == "peft_config" and value is not None:
             arguments |= _adapter(value)
@@ -100,27 +100,26 @@ class _UnshownRows:
 
 def _adapter(config: Any) -> dict[str, Any]:
     """The arguments of a LoraConfig under the names of TRL's ModelConfig."""
-    values = _changed(config) | {name: value for name, value in _values(config).items() if name in LORA}
-    if isinstance(targets := values.get("target_modules"), set):
-        values["target_modules"] = sorted(targets)
-    return adapter_arguments(values)
+    values, changed = _values(config)
+    changed |= {name: value for name, value in values.items() if name in LORA}
+    if isinstance(targets := changed.get("target_modules"), set):
+        changed["target_modules"] = sorted(targets)
+    return adapter_arguments(changed)
 
 
-def _values(config: Any) -> dict[str, Any]:
-    """The arguments of a configuration with their values."""
+def _values(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a configuration with their values, and those of them that are neither their defaults nor nothing."""
     if not dataclasses.is_dataclass(config):
         raise ConfigError(f"an object of {type(config).__name__} is no configuration of TRL's or peft's")
-    return {one.name: _plain(getattr(config, one.name)) for one in dataclasses.fields(config) if not one.name.startswith("_")}
-
-
-def _changed(config: Any) -> dict[str, Any]:
-    """Those whose values are neither their defaults nor nothing."""
-    values = _values(config)
+    values, changed = {}, {}
     for one in dataclasses.fields(config):
         default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-        if values.get(one.name) in (_plain(default), None, [], {}, ""):
-            values.pop(one.name, None)
-    return values
+        value = _plain(getattr(config, one.name))
+        if not one.name.startswith("_"):
+            values[one.name] = value
+            if value not in (_plain(default), None, [], {}, ""):
+                changed[one.name] = value
+    return values, changed
 
 
 def _plain(value: Any) -> Any:

@@ -139,6 +139,8 @@ def _line(trl: Configuration, name: str, value: Any) -> Line:
         return Line(name, value, "unneeded", "it is off")
     if row.key is None or row.convert is None:
         return Line(name, value, fate, row.says)
-    told = fate in ("changed", "missing")
-    says = [f"{key}: {short(flow(one.value))}" + (f", {one.says}" if one.says and told else "") for key, one in written.items()]
+    explained = fate in ("changed", "missing")
+    says = [
+        f"{key}: {short(flow(one.value))}" + (f", {one.says}" if one.says and explained else "") for key, one in written.items()
+    ]
     return Line(name, value, fate, ", ".join(says) or f"{row.key}: nothing to write")
