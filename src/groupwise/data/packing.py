@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -223,72 +224,38 @@ def _first_fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
     return bins
 
 
-class _Stream:
-    """The columns of one batch while they are filled, segment by segment; host arrays of P positions."""
+class _Segment(NamedTuple):
+    """Consecutive positions of a batch: a prompt that several pieces continue, or a piece of a sample."""
 
-    def __init__(self, total: int, extra: Iterable[str]) -> None:
-        self.ids = {"tokens": np.zeros(total, np.int64), "position": np.zeros(total, np.int64)}
-        self.ids |= {"segment": np.full(total, -1, np.int64), "target": np.full(total, -1, np.int64)}
-        self.columns = {name: np.zeros(total) for name in ("weight", "advantage", "behavior_logp", "reference_logp")}
-        self.columns["temperature"] = np.ones(total)
-        self.extra = {name: np.zeros(total) for name in extra}
-        self.supports: list[tuple[int, tuple[np.ndarray, ...]]] = []
-        self.start: list[int] = []
-        self.length: list[int] = []
-        self.prefix: list[int] = []
-        self.owner: list[int] = []
-        self.tokens: list[tuple[int, int]] = []
-        self.end = 0
+    ids: np.ndarray
+    position: int
+    """Place of its first id in the sequence that it belongs to."""
+    parent: int
+    """The segment that it continues; -1: none."""
+    owner: int = -1
+    """Place of its sample among those that are packed; -1: a prompt."""
+    begin: int = 0
+    end: int = 0
+    """Its last positions predict `completion[begin:end]`."""
 
-    def add(self, samples: Sequence[Sample], unit: Unit) -> None:
-        """Append a unit: a prompt once if it is shared, then every piece that has it."""
+
+def _segments(samples: Sequence[Sample], units: Sequence[Unit]) -> list[_Segment]:
+    """Of every unit a prompt, once if it is shared, then every piece that has it."""
+    segments: list[_Segment] = []
+    for unit in units:
         families: dict[bytes, list[Span]] = {}
         for piece in unit.members:
             families.setdefault(piece.key, []).append(piece)
         for members in families.values():
-            prompt = members[0].prompt
-            shared = unit.shared and len(members) > 1 and prompt.size > 1
-            parent = len(self.start) if shared else -1
-            if shared:
-                self._place(prompt[:-1], 0, -1, -1, (0, 0))
-            head = prompt[-1:] if shared else prompt
+            prompt, parent, head = members[0].prompt, -1, members[0].prompt
+            if unit.shared and len(members) > 1 and prompt.size > 1:
+                parent, head = len(segments), prompt[-1:]
+                segments.append(_Segment(prompt[:-1], 0, -1))
             for piece in members:
-                sample, tokens = samples[piece.owner], (piece.begin, piece.end)
-                ids = np.concatenate([head, piece.between, sample.completion[piece.begin : piece.end]])
-                self._place(ids[:-1], prompt.size - head.size, parent, piece.owner, tokens)
-                self._annotate(sample, *tokens)
-
-    def sequences(self) -> np.ndarray | None:
-        """`Batch.sequence_P` (P,): positions of one sample have the same number; None if each has but one segment."""
-        first: dict[int, int] = {}
-        places = [first.setdefault(owner, s) if owner >= 0 else s for s, owner in enumerate(self.owner)]
-        return None if places == list(range(len(places))) else np.array([*places, -1])[self.ids["segment"]]
-
-    def _place(self, ids: np.ndarray, position: int, parent: int, owner: int, tokens: tuple[int, int]) -> None:
-        stretch = slice(self.end, self.end + ids.size)
-        self.ids["tokens"][stretch] = ids
-        self.ids["position"][stretch] = np.arange(position, position + ids.size)
-        self.ids["segment"][stretch] = len(self.start)
-        self.start.append(self.end)
-        self.length.append(ids.size)
-        self.prefix.append(parent)
-        self.owner.append(owner)
-        self.tokens.append(tokens)
-        self.end = stretch.stop
-
-    def _annotate(self, sample: Sample, begin: int, end: int) -> None:
-        """The last positions predict the tokens of the piece that was just placed."""
-        stretch, tokens = slice(self.end - (end - begin), self.end), slice(begin, end)
-        self.ids["target"][stretch] = sample.completion[tokens]
-        for name in ("weight", "advantage", "behavior_logp"):
-            self.columns[name][stretch] = getattr(sample, name)[tokens]
-        self.columns["temperature"][stretch] = sample.temperature
-        if sample.reference_logp is not None:
-            self.columns["reference_logp"][stretch] = sample.reference_logp[tokens]
-        for name, column in sample.extra.items():
-            self.extra[name][stretch] = column[tokens]
-        if sample.support is not None:
-            self.supports.append((stretch.start, sample.support[tokens]))
+                ids = np.concatenate([head, piece.between, samples[piece.owner].completion[piece.begin : piece.end]])
+                place = prompt.size - head.size
+                segments.append(_Segment(ids[:-1], place, parent, piece.owner, piece.begin, piece.end))
+    return segments
 
 
 def _batch(
@@ -298,45 +265,75 @@ def _batch(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> Batch:
-    used = sum(unit.positions for unit in units)
-    members = [samples[piece.owner] for unit in units for piece in unit.members] or samples[:1]
-    stream = _Stream(filled(used) if fill and used else max(used, 1), members[0].extra)
-    for unit in units:
-        stream.add(samples, unit)
+    segments = _segments(samples, units)
+    lengths = [segment.ids.size for segment in segments]
+    used, stops = sum(lengths), [int(stop) for stop in np.cumsum(lengths)]
+    total = filled(used) if fill and used else max(used, 1)
+    pieces = [(segment, stop) for segment, stop in zip(segments, stops, strict=True) if segment.owner >= 0]
+    members = [samples[segment.owner] for segment, _ in pieces] or samples[:1]
 
-    def column(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device, dtype)
+    def ids(parts: Iterable[np.ndarray], filler: int) -> Tensor:
+        return torch.from_numpy(np.concatenate([*parts, np.full(total - used, filler)])).to(device)
 
-    def ids(name: str) -> Tensor:
-        return torch.from_numpy(stream.ids[name]).to(device)
+    def predicted(values: Callable[[Sample], Any], default: float, kind: type = np.float64) -> np.ndarray:
+        """A number per position: those of the samples where their tokens are predicted, `default` elsewhere."""
+        column = np.full(total, default, kind)
+        for segment, stop in pieces:
+            numbers, begin, end = values(samples[segment.owner]), segment.begin, segment.end
+            column[stop - (end - begin) : stop] = numbers[begin:end] if isinstance(numbers, np.ndarray) else numbers
+        return column
 
-    referred = all(sample.reference_logp is not None for sample in members)
-    weight, sequence = stream.columns["weight"], stream.sequences()
+    def column(values: Callable[[Sample], Any], default: float = 0.0) -> Tensor:
+        return torch.from_numpy(predicted(values, default)).to(device, dtype)
+
+    weight = predicted(lambda sample: sample.weight, 0.0)
+    first: dict[int, int] = {}
+    sequences = [first.setdefault(segment.owner, s) if segment.owner >= 0 else s for s, segment in enumerate(segments)]
+    numbers = range(len(segments))
+
+    def numbered(places: Sequence[int]) -> Tensor:
+        return ids((np.full(length, place) for place, length in zip(places, lengths, strict=True)), -1)
+
     return Batch(
-        layout=Layout(start=tuple(stream.start), length=tuple(stream.length), prefix=tuple(stream.prefix), total=weight.size),
-        tokens_P=ids("tokens"),
-        position_P=ids("position"),
-        segment_P=ids("segment"),
-        target_P=ids("target"),
-        weight_P=column(weight),
-        advantage_P=column(stream.columns["advantage"]),
-        behavior_logp_P=column(stream.columns["behavior_logp"]),
-        reference_logp_P=column(stream.columns["reference_logp"]) if referred else None,
-        temperature_P=column(stream.columns["temperature"]),
+        layout=Layout(
+            start=tuple(stop - length for stop, length in zip(stops, lengths, strict=True)),
+            length=tuple(lengths),
+            prefix=tuple(segment.parent for segment in segments),
+            total=total,
+        ),
+        tokens_P=ids((segment.ids for segment in segments), 0),
+        position_P=ids((np.arange(segment.position, segment.position + segment.ids.size) for segment in segments), 0),
+        segment_P=numbered(numbers),
+        target_P=torch.from_numpy(predicted(lambda sample: sample.completion, -1, np.int64)).to(device),
+        weight_P=torch.from_numpy(weight).to(device, dtype),
+        advantage_P=column(lambda sample: sample.advantage),
+        behavior_logp_P=column(lambda sample: sample.behavior_logp),
+        reference_logp_P=(
+            column(lambda sample: sample.reference_logp) if all(one.reference_logp is not None for one in members) else None
+        ),
+        temperature_P=column(lambda sample: sample.temperature, 1.0),
         trained_M=torch.from_numpy(np.flatnonzero(weight)).to(device),
-        support=_support(stream.supports, weight, device) if stream.supports else None,
-        extra_P={name: column(values) for name, values in stream.extra.items()},
-        sequence_P=None if sequence is None else torch.from_numpy(sequence).to(device),  # type: ignore[arg-type]
-        samples=tuple(stream.owner),
-        tokens=tuple(stream.tokens),
+        support=_support(samples, pieces, weight, device)
+        if any(samples[segment.owner].support is not None for segment, _ in pieces)
+        else None,
+        extra_P={name: column(lambda sample, name=name: sample.extra[name]) for name in members[0].extra},
+        sequence_P=None if sequences == list(numbers) else numbered(sequences),  # type: ignore[arg-type]
+        samples=tuple(segment.owner for segment in segments),
+        tokens=tuple((segment.begin, segment.end) for segment in segments),
     )
 
 
 def _support(
-    supports: list[tuple[int, tuple[np.ndarray, ...]]], weight: np.ndarray, device: torch.device | str
-) -> tuple[Tensor, Tensor]:
+    samples: Sequence[Sample], pieces: Iterable[tuple[_Segment, int]], weight: np.ndarray, device: torch.device | str
+) -> tuple[Tensor, Tensor] | None:
     """Flat ids and, for every trained position (M + 1), where its stretch begins; the offsets stay on the host."""
-    per_position: dict[int, np.ndarray] = {start + t: ids for start, support in supports for t, ids in enumerate(support)}
+    per_position: dict[int, np.ndarray] = {}
+    for segment, stop in pieces:
+        support = samples[segment.owner].support or ()
+        start = stop - (segment.end - segment.begin)
+        per_position |= {start + t: ids for t, ids in enumerate(support[segment.begin : segment.end])}
+    if not per_position:
+        return None
     chosen = [per_position.get(int(p), np.empty(0, np.int64)) for p in np.flatnonzero(weight)]
     begin = np.concatenate([[0], np.cumsum([ids.size for ids in chosen])]).astype(np.int64)
     flat = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
