@@ -18,7 +18,7 @@ def test_prompts_carry_their_row_text_and_ids(tokenizer):
     assert prompts[1].text == "<|user|>2+5<|end|><|assistant|>"
     assert tokenizer.decode(prompts[1].tokens) == prompts[1].text
     assert prompts[1].row == {"prompt": "2+5", "answer": "7"}
-    assert (report.rows, report.kept, report.mean_tokens, report.max_tokens) == (2, 2, 6.0, 6)
+    assert (report.rows, report.kept, report.lengths) == (2, 2, [6, 6])
     assert not report.dropped
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from groupwise.data.messages import is_blank, unwritten
 from groupwise.data.preference_formats import as_pairs
 from groupwise.data.rendering import Refusal, unmentioned
-from groupwise.data.report import Report, Tally
+from groupwise.data.report import Report
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import EncodedAnswer, Question, Template
 from groupwise.data.wording import ReadRow, Wording, read_demonstration, read_pair, read_solution
@@ -173,35 +173,38 @@ def encode(
     Raises DataError if no record is left, if one is too long and `too_long` is `error`, and for control tokens where that is the
     template's `control_tokens`.
     """
-    tally = Tally.of(rows)
-    numbers, questions = _asked(rows, template, tally)
-    items, lengths = [], []
+    report = Report.of(rows)
+    numbers, questions = _asked(rows, template, report)
+    items: list[Item] = []
+    keys: set[str] = set()
     for number, question, answers in zip(numbers, questions, _answered(questions, template, eos_ids), strict=True):
         refused = [one for one in answers if isinstance(one, Refusal)]
         if refused:
-            tally.drop(refused[0].reason, first=str(refused[0]))
+            report.drop(refused[0].reason, first=str(refused[0]))
             continue
         completions = [one for one in answers if isinstance(one, EncodedAnswer)]
         if len(answers) == 2 and np.array_equal(completions[0].tokens, completions[1].tokens):
-            tally.drop("with chosen = rejected")
+            report.drop("with chosen = rejected")
             continue
         if any(one.unknown for one in completions):
-            tally.drop(UNKNOWN)
+            report.drop(UNKNOWN)
             continue
         sizes = [one.tokens.size for one in completions]
         if (size := question.tokens.size + max(sizes, default=0)) > limit:
-            cut = _cut(question, size, limit, too_long, tally, template)
+            cut = _cut(question, size, limit, too_long, report, template)
             if cut is None:
                 continue
             question = cut
         if any(not one.stable for one in completions):
-            tally.note("with a completion encoded apart from its prompt")
+            report.note("with a completion encoded apart from its prompt")
         for note in question.example.notes:
-            tally.note(note, first=question.where)
-        tally.keep(template.key(question.content))
-        lengths.append(question.tokens.size + sum(sizes))
+            report.note(note, first=question.where)
+        key = template.key(question.content)
+        if key in keys:
+            report.note("duplicate")
+        keys.add(key)
+        report.lengths.append(question.tokens.size + sum(sizes))
         items.append(kind.make(str(number), question, *answers))
-    report = tally.report(lengths)
     if not items:
         long = any(reason.startswith("longer") for reason in report.dropped)
         remedy = "; set data.too_long to truncate_left to keep the ends of prompts" if long else ""
@@ -220,31 +223,31 @@ def _answered(
     return zip(*completed, strict=True) if completed else [()] * len(questions)
 
 
-def _asked(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> tuple[list[int], list[Question]]:
-    """Number and question of the rows that ask something the tokenizer can write; the others are counted in `tally`."""
+def _asked(rows: SourceRows[ReadRow], template: Template, report: Report) -> tuple[list[int], list[Question]]:
+    """Number and question of the rows that ask something the tokenizer can write; the others are counted in `report`."""
     filled: list[tuple[int, ReadRow]] = []
     for number, example in enumerate(rows):
         if is_blank(example.content):
-            tally.drop("empty")
+            report.drop("empty")
         elif any(map(is_blank, example.answers)):
-            tally.drop("with an empty completion")
+            report.drop("with an empty completion")
         else:
             filled.append((number, example))
     numbers: list[int] = []
     questions: list[Question] = []
     for (number, _), question in zip(filled, template.try_ask([example for _, example in filled]), strict=True):
         if isinstance(question, Refusal):
-            tally.drop(question.reason, first=f"{question}; change the messages, or set model.chat_template")
+            report.drop(question.reason, first=f"{question}; change the messages, or set model.chat_template")
         elif not question.tokens.size:
-            tally.drop("empty" if question.plain else SILENT, first=f"{question.where}; set model.chat_template")
+            report.drop("empty" if question.plain else SILENT, first=f"{question.where}; set model.chat_template")
         elif question.unknown:
-            tally.drop(UNKNOWN)
+            report.drop(UNKNOWN)
         elif question.control and template.control_tokens == "drop":
-            tally.drop(CONTROL, first=question.where)
+            report.drop(CONTROL, first=question.where)
         else:
             numbers.append(number)
             questions.append(question)
-    _tell_control([question for question in questions if question.control], template, tally)
+    _tell_control([question for question in questions if question.control], template, report)
     lost = [
         question for question in questions if not isinstance(question.content, str) and unwritten(question.content, question.text)
     ]
@@ -252,33 +255,33 @@ def _asked(rows: SourceRows[ReadRow], template: Template, tally: Tally) -> tuple
     roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
     what = f"the chat template does not write what one of its messages says (roles: {escaped(roles)})"
     remedy = "set model.chat_template, or change the messages"
-    _tell(lost, UNWRITTEN, f"{what}, and the policy does not see it; {remedy}", tally)
+    _tell(lost, UNWRITTEN, f"{what}, and the policy does not see it; {remedy}", report)
     remedy = "give a list of JSON schemas, each with a name, or its JSON text; or rename the column"
     unread = [question for question in questions if question.unread_tools]
-    _tell(unread, UNREAD_TOOLS, f"the column tools cannot be read, and the policy does not see it; {remedy}", tally)
+    _tell(unread, UNREAD_TOOLS, f"the column tools cannot be read, and the policy does not see it; {remedy}", report)
     names = {name for question in questions for name in question.variables}
     idle = set(unmentioned(sorted(names), template.tokenizer))
     ignored = [question for question in questions if idle & question.variables.keys() and not question.plain]
     what = f"the chat template does not mention {', '.join(map(repr, sorted(idle)))}, which chat_template_kwargs sets"
-    _tell(ignored, UNREAD_VARIABLES, f"{escaped(what)}: it changes nothing; correct its name, or leave it out", tally)
+    _tell(ignored, UNREAD_VARIABLES, f"{escaped(what)}: it changes nothing; correct its name, or leave it out", report)
     unshown = template.unshown(questions)
     for what in ("tool", "call"):
         without = [question for question, lacks in zip(questions, unshown, strict=True) if what in lacks]
         missing = f"its prompt does not show a {what}, and the policy does not see it; set model.chat_template to one that shows it"
-        _tell(without, f"with a {what} that the chat template does not write", missing, tally)
+        _tell(without, f"with a {what} that the chat template does not write", missing, report)
     return numbers, questions
 
 
-def _tell(questions: Sequence[Question], remark: str, what: str, tally: Tally) -> None:
+def _tell(questions: Sequence[Question], remark: str, what: str, report: Report) -> None:
     """Count questions with a remark, and warn about the first."""
     for question in questions:
-        tally.note(remark, first=question.where)
+        report.note(remark, first=question.where)
     if questions:
         more = f" ({len(questions)} such rows)" if len(questions) > 1 else ""
-        tally.warn(f"{questions[0].where}{more}: {what}")
+        report.warnings.append(f"{questions[0].where}{more}: {what}")
 
 
-def _tell_control(questions: Sequence[Question], template: Template, tally: Tally) -> None:
+def _tell_control(questions: Sequence[Question], template: Template, report: Report) -> None:
     """Count questions with control tokens in their messages; say what becomes of them, or raise DataError."""
     if not questions:
         return
@@ -289,10 +292,10 @@ def _tell_control(questions: Sequence[Question], template: Template, tally: Tall
     if template.control_tokens == "error":
         raise DataError(f"{first.where}: {what}; {remedy}")
     if template.control_tokens != "plain":
-        _tell(questions, CONTROL, f"{what}: they can end a turn or begin another, or pass for a call; {remedy}", tally)
+        _tell(questions, CONTROL, f"{what}: they can end a turn or begin another, or pass for a call; {remedy}", report)
         return
     for question in questions:
-        tally.note(f"{CONTROL}, encoded as text", first=question.where)
+        report.note(f"{CONTROL}, encoded as text", first=question.where)
 
 
 def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:
@@ -302,7 +305,7 @@ def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:
     return ids[ids.size - room :]
 
 
-def _cut(question: Question, size: int, limit: int, too_long: TooLong, tally: Tally, template: Template) -> Question | None:
+def _cut(question: Question, size: int, limit: int, too_long: TooLong, report: Report, template: Template) -> Question | None:
     """What remains of a prompt that is too long beside its completion; None: the row is dropped.   size: tokens of both.
 
     Raises DataError if `too_long` is `error`.
@@ -314,9 +317,9 @@ def _cut(question: Question, size: int, limit: int, too_long: TooLong, tally: Ta
         what = both if completion else f"the prompt has {size} tokens and the limit is {limit}"
         raise DataError(f"{question.where}: {what}; set data.too_long to drop or truncate_left")
     if too_long == "drop" or limit - completion < 1:
-        tally.drop(f"longer than {length}")
+        report.drop(f"longer than {length}")
         return None
-    tally.note(f"truncated to {length}")
+    report.note(f"truncated to {length}")
     tokens = cut_left(question.tokens, limit - completion, template.bos_id)
     text = str(template.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
     return replace(question, tokens=tokens, text=text, cut=question.tokens.size - tokens.size)

@@ -171,7 +171,7 @@ def _load(
                 f"no row is left to train on: the prompts of all {overlap} rows of {rows.name} are held out by data.eval_path; "
                 "give another file, or hold out a part of this one with data.eval_fraction instead"
             )
-    nothing = Report(source=rows.name, rows=0, kept=0)
+    nothing = Report(source=rows.name)
 
     def encoded(part: SourceRows[ReadRow] | None) -> tuple[list[Item], Report]:
         if part is None:
