@@ -219,7 +219,7 @@ METRICS: tuple[Section, ...] = (
         "Online objectives in environments, or with tools. Means are over episodes.",
         (
             Metric("episodes/turns", "turns", "mean", "Turns of an episode."),
-            Metric("episodes/answer_tokens", "tokens", "mean", "What the world answered; no token of it is trained."),
+            Metric("episodes/answer_tokens", "tokens", "mean", "What tools and environments answered; no token of it is trained."),
             Metric("episodes/splits", "places", "mean", "Where what stood before a turn was rewritten: the episode went on as a"
                    " branch.", "0 where the template keeps the past"),
             Metric("episodes/truncated", "share", "episodes that a limit ended / episodes", "Limits of tokens, turns and time.",
