@@ -200,14 +200,17 @@ def test_two_runs_are_compared_on_the_same_prompts(viewer: Callable, run_folder:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1])
 def test_compare_begins_with_a_run_that_sampled(
-    viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab, tmp_path: Path
+    viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab, tmp_path: Path, place: int
 ) -> None:
-    """Between them lies an SFT run, which has no completions."""
+    """Before them, as in a folder of stages, or between them lies an SFT run, which has no completions."""
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "config.yaml").write_text("objective: sft\n", encoding="utf-8")
     (tmp_path / "sft" / "metrics.jsonl").write_text('{"step": 1, "wall": 1.0, "loss": 2.0}\n', encoding="utf-8")
-    page = tab(viewer(run_folder, tmp_path / "sft", other_folder).address + "#view=compare")
+    folders = [run_folder, other_folder]
+    folders.insert(place, tmp_path / "sft")
+    page = tab(viewer(*folders).address + "#view=compare")
     page.wait_for_selector("#cr0")
     assert [text.split(",")[0] for text in page.locator(".side-title").all_inner_texts()] == ["alpha", "beta"]
 
@@ -445,13 +448,12 @@ def test_axe_finds_nothing_serious(viewer: Callable, run_folder: Path, tab: Tab,
 
 
 @pytest.mark.slow
-def test_compare_begins_with_a_run_that_samples(
-    viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab, tmp_path: Path
-) -> None:
-    """The first run of a folder of stages is often one on demonstrations."""
-    (tmp_path / "sft").mkdir()
-    (tmp_path / "sft" / "config.yaml").write_text("objective: sft\nsteps: 1\n")
-    (tmp_path / "sft" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    page = tab(viewer(tmp_path / "sft", run_folder, other_folder).address + "#view=compare")
-    page.wait_for_selector(".side-title")
-    assert [title.split(",")[0] for title in page.locator(".side-title").all_inner_texts()] == ["alpha", "beta"]
+def test_a_run_that_succeeds_is_not_accused_and_its_times_can_be_read(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address, width=390)
+    verdict = lambda *curves: page.evaluate("([reward, accuracy]) => verdictOf(reward, accuracy)", list(curves))  # noqa: E731
+    assert verdict([0.5, 0.7, 0.99], [0.98, 1.0, 1.0]).endswith("It is near its ceiling of 100 %.")
+    assert "may be cheated" in verdict([0.2, 0.5, 0.9], [0.3, 0.3, 0.3])
+    assert verdict([0.2, 0.5, 0.9], [0.3, 0.5, 0.7]).endswith("held-out accuracy from 30 % to 70 %.")
+    assert page.evaluate("() => [2.7e-6, 3.4e-4, 1.5].map(shortTime)") == ["< 0.1 ms", "0.340 ms", "1.50 s"]
+    standing, card = (page.locator(place).first.bounding_box() for place in (".standing", ".card"))
+    assert standing["y"] < card["y"], "on a phone it comes before the completions"

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupwise.errors import DataError
+from groupwise.records import Step
 from groupwise.runs import recorded
 from groupwise.runs.recorded import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles
@@ -236,6 +237,15 @@ def test_compare_pairs_groups_by_their_prompt(run_folder: Path, other_folder: Pa
     assert within["near"]
     assert within["step"] == within["near"][0][0]
     assert within["pairs"]
+
+
+def test_compare_takes_held_out_prompts_where_no_prompt_was_visited_twice(made: Any, tmp_path: Path) -> None:
+    folder = made.make_run(tmp_path / "once", 4, prompts=1000)
+    earlier = Step(number=0, metrics={}, groups=made.make_step(4).groups)
+    recorded.write(RunFiles(folder), recorded.EVALUATIONS, earlier, folder.name)
+    shown = pages_of(folder).answer("compare", {"run": "0"})
+    assert shown["kind"] == "evaluation"
+    assert len(shown["pairs"]) == shown["left"] == shown["right"] > 0
 
 
 def test_flags_say_what_was_measured() -> None:
