@@ -315,8 +315,8 @@ def test_no_code_compares_an_algorithms_name() -> None:
 
 
 def test_no_code_compares_an_engines_name() -> None:
-    """Engines say what they can do: `engines.EngineTraits` before they are made, `rollout.engine.Engine` after."""
-    from groupwise.config.engines import ENGINES
+    """Engines say what they can do: `settings.EngineTraits` before they are made, `rollout.engine.Engine` after."""
+    from groupwise.config.settings import ENGINES
 
     for name in FILES:
         for node in ast.walk(TREES[name]):

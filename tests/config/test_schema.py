@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import engines, settings
+from groupwise.config import settings
 from groupwise.config.schema import describe, knobs, lookup, reference, settings_table, suggestion
 from groupwise.config.trl import TABLE
 from groupwise.errors import ConfigError
@@ -105,7 +105,7 @@ def test_names_that_recipes_may_use_are_those_of_the_tables() -> None:
         assert settings_table()[f"rollout.engine.correct.{name}"].choices == typing.get_args(correction[name])
     assert set(settings_table()["group.kl"].choices) == set(PARTS["kl"])
     assert set(typing.get_args(settings.BoardName)) == set(BOARDS)
-    assert set(engines.ENGINES) == set(ENGINES)
+    assert set(settings.ENGINES) == set(ENGINES)
     assert set(settings.DATASET) == set(OBJECTIVES)
 
 

@@ -113,12 +113,12 @@ def _values(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"an object of {type(config).__name__} is no configuration of TRL's or peft's")
     values, changed = {}, {}
     for one in dataclasses.fields(config):
+        if one.name.startswith("_"):
+            continue
         default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-        value = _plain(getattr(config, one.name))
-        if not one.name.startswith("_"):
-            values[one.name] = value
-            if value not in (_plain(default), None, [], {}, ""):
-                changed[one.name] = value
+        values[one.name] = value = _plain(getattr(config, one.name))
+        if value not in (_plain(default), None, [], {}, ""):
+            changed[one.name] = value
     return values, changed
 
 

@@ -247,6 +247,35 @@ class CorrectionSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTraits:
+    """What a recipe's other settings must know of a rollout engine.  The defaults are those of an engine of one's own."""
+
+    own_weights: bool = False
+    """Samples with the very weights that are trained: unless it is ahead of them, there is nothing to correct."""
+    packed: bool = False
+    """Computes packed streams only."""
+    prepares: bool = False
+    """Decodes with a copy of the weights that is laid out for it."""
+    beside: bool = False
+    """Samples while training goes on."""
+    takes: tuple[str, ...] = ()
+    """Keys of `rollout.engine` that are for it alone."""
+
+
+ENGINES: Mapping[str, EngineTraits] = {
+    "native": EngineTraits(own_weights=True, packed=True, prepares=True),
+    "transformers": EngineTraits(own_weights=True),
+    "vllm": EngineTraits(beside=True, takes=("servers", "colocated", "dtype")),
+}
+"""Built-in rollout engines; `runs/engines.py` makes them (a test compares the names)."""
+
+
+def engine_traits(name: str) -> EngineTraits:
+    """Those of a built-in engine, or of `module:function`."""
+    return ENGINES.get(name, EngineTraits())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
     """Who samples.  A name alone (`engine: vllm`) means `{name: vllm}`."""
 

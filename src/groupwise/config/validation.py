@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 from groupwise.algorithms.losses import Jsd
 from groupwise.algorithms.resolve import adapted, conflicts, part_problems
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
-from groupwise.config.engines import ENGINES, engine_traits
 from groupwise.config.live_objects import LIVE
 from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
 from groupwise.config.schema import lookup, show
 from groupwise.config.settings import (
     DATA_SUFFIXES,
     DATASET,
+    ENGINES,
     OBJECTIVES,
     REWARDS,
     TASKS,
@@ -35,6 +35,7 @@ from groupwise.config.settings import (
     Part,
     Recipe,
     TeacherSettings,
+    engine_traits,
     is_online,
     verdict_of,
 )

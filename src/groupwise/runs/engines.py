@@ -9,8 +9,7 @@ from functools import partial
 
 from groupwise.algorithms.resolve import corrected
 from groupwise.algorithms.table import Algorithm
-from groupwise.config.engines import engine_traits
-from groupwise.config.settings import RolloutSettings
+from groupwise.config.settings import RolloutSettings, engine_traits
 from groupwise.data.encoding import visit
 from groupwise.environments.conversation import EpisodeWorld
 from groupwise.errors import ConfigError, EngineError

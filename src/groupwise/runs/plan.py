@@ -15,8 +15,7 @@ import torch
 
 from groupwise.algorithms.parts import describe
 from groupwise.algorithms.table import Algorithm
-from groupwise.config.engines import engine_traits
-from groupwise.config.settings import ModelSettings, Recipe, positions_of
+from groupwise.config.settings import ModelSettings, Recipe, engine_traits, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.data.load import Data
 from groupwise.distributed import comm, fsdp
