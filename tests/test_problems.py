@@ -30,7 +30,6 @@ from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sample, Sampling
-from groupwise.rollout.dynamic_sampling import GroupSampler
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.job import plan_of
 from groupwise.runs.run import train
@@ -170,7 +169,7 @@ def test_p39_completions_keep_their_prompt_whatever_order_they_come_in(tiny_poli
     for which in (engine, Backwards(engine)):
         prompts = prompts_of(3, 8, 1, 5, 2)
         options = {"rewards": RuleRewards(odd), "algorithm": algorithm, "group": group, "sampling": sampling}
-        groups, _ = GroupSampler(engine=which, draw=lambda k, given=prompts: given[:k], **options).collect()  # type: ignore[arg-type]
+        groups, _ = SampledRollouts(engine=which, draw=lambda k, given=prompts: given[:k], steps=1, **options).collect()  # type: ignore[arg-type]
         assert [scored.prompt.id for scored in groups] == [prompt.id for prompt in prompts]
         assert all(r.prompt is scored.prompt for scored in groups for r in scored.rollouts)
         found.append([r.tokens.tolist() for scored in groups for r in scored.rollouts])
@@ -248,7 +247,9 @@ def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Ca
 
     group = GroupSettings(prompts_per_step=3, group_size=2)
     options = {"group": group, "algorithm": resolve("grpo", group, 6), "sampling": Sampling(max_new_tokens=6)}
-    source = GroupSampler(engine=Waiting(), rewards=RuleRewards(rule), draw=lambda k: prompts_of(3, 4, 5)[:k], **options)  # type: ignore[arg-type]
+    source = SampledRollouts(
+        engine=Waiting(), rewards=RuleRewards(rule), draw=lambda k: prompts_of(3, 4, 5)[:k], steps=1, **options
+    )  # type: ignore[arg-type]
     groups, drawn = source.collect()
     assert len(groups) == drawn == 3
 

@@ -441,8 +441,8 @@ class Layout:
         [2, 2, 2, 1, 1, 1, 1, 1, 0]
         """
         members = [sum(prefix == s for prefix in self.prefix) or 1 for s in range(self.segments)]
-        found = [count for count, length in zip(members, self.length, strict=True) for _ in range(length)]
-        return found + [0] * (self.total - len(found))
+        uses = [count for count, length in zip(members, self.length, strict=True) for _ in range(length)]
+        return uses + [0] * (self.total - len(uses))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -147,18 +147,29 @@ def test_a_completion_without_a_reward_may_have_no_advantage(resolved: Callable,
         ("surrogate", "def f(terms):\n    return terms.logp_M.detach()", "gave numbers without a gradient"),
         ("surrogate", "def f(terms):\n    return terms.logp_M * float('nan')", "gave nan for a token whose log-prob is"),
         (
+            "kl",
+            "def f(logp, reference, log_ratio):\n    pass",
+            r"gave None, expected a tensor of shape \(4,\), .* is there a return",
+        ),
+        (
+            "kl",
+            "def f(logp, reference, log_ratio):\n    return (logp - reference).mean()",
+            r"gave a tensor of shape \(\), expected",
+        ),
+        (
             "surrogate",
             "def f(terms):\n    return terms.nothing",
             r"raised AttributeError: .* \(my_parts.py:2: return",
         ),
     ],
 )
-def test_what_a_ratio_or_a_surrogate_of_ones_own_gives_is_checked(
+def test_what_a_ratio_a_surrogate_or_a_kl_of_ones_own_gives_is_checked(
     kind: str, text: str, message: str, resolved: Callable, random_terms
 ) -> None:
-    algorithm = resolved(text, **{kind: "my_parts.py:f"})
+    algorithm = resolved(text, **{kind: "my_parts.py:f"}, **({"beta": 0.1} if kind == "kl" else {}))
+    terms = random_terms((2, 2))
     with pytest.raises(ConfigError, match=rf"the {kind} 'f' \(my_parts.py:1\) {message}") as refused:
-        algorithm.loss(random_terms((2, 2)))
+        algorithm.loss(replace(terms, reference_logp_M=terms.behavior_logp_M))
     assert refused.value.key == f"group.{kind}"
 
 

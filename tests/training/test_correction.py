@@ -23,10 +23,9 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sample, Sampling
-from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import sampled_elsewhere
-from groupwise.training.groups import SampledRollouts
+from groupwise.training.groups import PrefetchedRollouts, SampledRollouts
 from groupwise.training.loss import Loss
 from groupwise.training.metrics import measure
 from groupwise.training.online import train_online

@@ -83,6 +83,11 @@ def absolute(terms):
 
 absolute.reads = ("value",)
 
+
+def without_rows(log_q_CV, log_p_CV):
+    return (log_q_CV - log_p_CV).abs().mean()
+
+
 MINE = replace(ALGORITHMS["grpo"], name="mine", credit=Signed(), surrogate=Banded(), ratio=halved, weights=per_prompt)
 TAUGHT = replace(ALGORITHMS["grpo"], name="taught", extra=(near_teacher,))
 VALUED = replace(ALGORITHMS["ppo"], name="valued", extra=(absolute,))
@@ -145,6 +150,13 @@ def test_a_term_with_a_teacher_is_added_to_the_loss(steps: Callable) -> None:
     assert "teacher/kl" in first.metrics
     assert abs(first.metrics["loss"]) < 1e-6, "the surrogate's is about 0 too"
     assert second.metrics["loss"] > 10 * abs(first.metrics["loss"])
+
+
+def test_a_divergence_that_gives_one_number_for_all_tokens_is_refused(steps: Callable, module: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the divergence 'without_rows' \(outside_.*\.py:\d+\) gave a tensor of shape \(\), expected"
+    ):
+        steps("DISTILLED", teacher={"ema": 0.5}, group={"divergence": f"{module}.py:without_rows"})
 
 
 def test_a_row_s_terms_are_fed_whatever_the_credit(steps: Callable) -> None:

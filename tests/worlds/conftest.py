@@ -15,11 +15,10 @@ from groupwise.algorithms.resolve import corrected, resolve
 from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Step
-from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.training.critics import Critic
-from groupwise.training.groups import SampledRollouts
+from groupwise.training.groups import PrefetchedRollouts, SampledRollouts
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.teachers import Teacher

@@ -280,7 +280,7 @@ class ReverseKl(Credit):
         advantages = []
         for group in groups:
             teacher = _signal(group, "teacher_logp")
-            found = []
+            of_group = []
             for rollout, p_n, q_n in zip(group.rollouts, teacher, policy_logp(group), strict=True):
                 places = np.flatnonzero(rollout.trained)
                 ratio_k = (_float64(p_n) - _float64(q_n))[places]
@@ -290,8 +290,8 @@ class ReverseKl(Credit):
                     total_here, powers_here = with_own if self.own else (total, powers)
                     advantage_n[places[k]] = total_here / powers_here if self.normalize and powers_here else total_here
                     total, powers = with_own
-                found.append(advantage_n)
-            advantages.append(found)
+                of_group.append(advantage_n)
+            advantages.append(of_group)
         return advantages
 
 

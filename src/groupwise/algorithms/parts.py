@@ -279,7 +279,8 @@ def _advantage(credit: Callable[..., Any], output: Any, group: Scored, i: int) -
 
 
 def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tensor) -> Tensor:
-    """What a ratio or a surrogate gave: a number for each token (M,), differentiable, and not NaN where the log-probs are not.
+    """What a ratio, a surrogate, a KL, a divergence or a term gave: a number for each token (M,), differentiable, and not NaN
+    where the log-probs are not.
 
     An infinite one may be an overflow of any loss: the optimizer leaves such a step out.
     """

@@ -274,8 +274,8 @@ class Algorithm:
             loss_M = loss_M * terms.mismatch.weight_M
         if self.loss_beta > 0.0:
             assert terms.reference_logp_M is not None, f"{self.name} with beta {self.beta} needs the reference's log-probs"
-            token_log_ratio_M = terms.logp_M - terms.behavior_logp_M
-            loss_M = loss_M + self.loss_beta * self.kl(terms.logp_M, terms.reference_logp_M, token_log_ratio_M)
+            inputs = terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M
+            loss_M = loss_M + self.loss_beta * checked_loss("kl", self.kl, called("kl", self.kl, *inputs), terms.logp_M)
         return loss_M
 
     def bonus(self, terms: losses.Terms, tokens: Tensor | float) -> Tensor:

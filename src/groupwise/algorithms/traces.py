@@ -31,14 +31,14 @@ def by_trace(
     """
     parts = [of_agents(group) for group in groups]
     judged = iter(judge([scored for part in parts for scored, _ in part]))
-    found = []
+    judgements = []
     for group, part in zip(groups, parts, strict=True):
         whole = [np.full(len(rollout), nothing) for rollout in group.rollouts]
         for _, owners in part:
             for (i, mine_n), value_n in zip(owners, next(judged), strict=True):
                 whole[i] = np.where(mine_n, value_n, whole[i])
-        found.append(whole)
-    return found
+        judgements.append(whole)
+    return judgements
 
 
 def of_agents(group: Scored) -> list[tuple[Scored, list[Owner]]]:

@@ -228,8 +228,8 @@ def together(work: Callable[[], Iterable[Item]]) -> list[Item]:
         failure = StorageError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
     # By name and text: an error may hold what cannot travel.
-    told = None if failure is None else (type(failure).__name__, str(failure))
-    outcomes = gather([(mine, told)])
+    wrong = None if failure is None else (type(failure).__name__, str(failure))
+    outcomes = gather([(mine, wrong)])
     for rank, (_, wrong) in enumerate(outcomes):
         if wrong is not None:
             raised = failure or getattr(errors, wrong[0], PeerError)(f"on rank {rank}: {wrong[1]}")

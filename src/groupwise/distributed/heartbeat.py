@@ -58,8 +58,8 @@ class Watch:
             self._watch()
         except Exception as error:  # whatever a store says of itself, it is out of reach
             if not self._over.is_set():
-                said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-                self._end(f"the meeting point of the processes is out of reach, its machine or the launcher is gone ({said})")
+                cause = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                self._end(f"the meeting point of the processes is out of reach, its machine or the launcher is gone ({cause})")
 
     def _watch(self) -> None:
         seen = {other: (b"", time.monotonic()) for other in self.watched}

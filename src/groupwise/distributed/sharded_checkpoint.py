@@ -76,12 +76,12 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
 def index(folder: Path) -> Metadata:
     """The index of a folder.  Raises CheckpointError if it holds anything that an index of tensors does not."""
     try:
-        found = _Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        metadata = _Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / '.metadata'} is no index of tensors: {error}") from error
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{folder / '.metadata'} is no index of tensors but a {type(found).__name__}")
-    return found
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{folder / '.metadata'} is no index of tensors but a {type(metadata).__name__}")
+    return metadata
 
 
 class _Unpickler(pickle.Unpickler):
@@ -96,8 +96,8 @@ class _TensorReader(FileSystemReader):
     """torch's reader, with that unpickler."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        found = index(Path(self.path))
-        if found.storage_meta is None:
-            found.storage_meta = StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        metadata = index(Path(self.path))
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

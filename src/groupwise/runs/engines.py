@@ -17,13 +17,13 @@ from groupwise.models.policy import Policy
 from groupwise.models.sharded import whole_policy
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
 from groupwise.records import Prompt, Sampling, Step
-from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.engine import Engine, GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
+from groupwise.training.groups import PrefetchedRollouts
 from groupwise.utils.imports import demand_attributes, imported, own_code
 
 Make = Callable[[Policy, RolloutSettings, EpisodeWorld | None], Engine]

@@ -50,7 +50,6 @@ from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS, MAKERS
 from groupwise.rewards.user_functions import NO_COLUMN
-from groupwise.rollout.asynchronous import PendingRollout, PrefetchedRollouts
 from groupwise.rollout.engine import Engine
 from groupwise.runs.engines import (
     agreeing,
@@ -69,7 +68,7 @@ from groupwise.runs.policies import critic_of, hint_of, hold, reference_of, shap
 from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
-from groupwise.training.groups import SampledRollouts
+from groupwise.training.groups import PendingRollout, PrefetchedRollouts, SampledRollouts
 from groupwise.training.objectives import OBJECTIVES, Kind, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online

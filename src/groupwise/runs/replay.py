@@ -27,7 +27,6 @@ from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
 from groupwise.records import Scored, Step
 from groupwise.rewards.compose import combine
-from groupwise.rollout.dynamic_sampling import Collected
 from groupwise.runs import checkpoint
 from groupwise.runs.folder import (
     CONFIG,
@@ -46,7 +45,7 @@ from groupwise.runs.recorded import read_step
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
-from groupwise.training.groups import COMPUTED, RecordedRollouts
+from groupwise.training.groups import COMPUTED, Collected, RecordedRollouts
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import train_online
 from groupwise.training.samples import minibatches, weigh

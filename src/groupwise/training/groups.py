@@ -1,23 +1,57 @@
 """What an online loop trains on, step after step: scored groups that are sampled now, or ahead of training, or were recorded.
 
 The loop cannot tell which: it iterates, and says after each step how many optimizer steps the policy has taken.
+
+Dynamic sampling (DAPO, 2503.14476): with `group.dead_groups: refill` groups that teach nothing are replaced by further prompts.
+
+Ahead of training (`rollout.engine.ahead`): rollout j is begun as soon as step j - 1 - `ahead` has been taken, and not before, so no
+token is older than that.  Every token carries the version of the weights that drew it and the log-prob that it was drawn with; the
+importance weight of `Algorithm.correction` does the rest.  In turn: an engine in the trainer's process samples rollout k + `ahead`,
+then step k is trained.  Nothing is gained in time, but it is the same run every time.  Beside: servers sample while the trainer
+computes, and new weights reach completions that are half done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from queue import SimpleQueue
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupwise.errors import RewardError
-from groupwise.records import Scored
-from groupwise.rollout.asynchronous import PrefetchedRollouts
-from groupwise.rollout.dynamic_sampling import Collected, GroupSampler
+from groupwise.algorithms.table import Algorithm
+from groupwise.config.settings import GroupSettings
+from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
+from groupwise.distributed import comm
+from groupwise.errors import EngineError, RewardError
+from groupwise.records import Prompt, Rollout, Sampling, Scored
+from groupwise.rewards.compose import Judge
+from groupwise.rewards.step_rewards import with_turns
+from groupwise.rollout.engine import Engine
+from groupwise.utils import threads
 
 COMPUTED = ("reference_logp", "scored_logp", "teacher_logp", "value", "return")
 """Signals that training computes."""
+IDLE_STEPS = 3
+"""Steps in a row without a single reward, or without a single completion that is trained, after which a run ends."""
+Collected = tuple[list[Scored], int]
+"""The groups of a step, and the number of prompts that were drawn for them."""
+Draw = Callable[[int], Sequence[Prompt]]
+"""The next k prompts of the data's order."""
+
+
+@runtime_checkable
+class ObservingDraw(Protocol):
+    """A `Draw` that takes note of what became of its prompts, also of those that no step keeps."""
+
+    def __call__(self, count: int, /) -> Sequence[Prompt]:
+        """The next prompts."""
+        ...
+
+    def seen(self, groups: Sequence[Scored], /) -> None:
+        """Scored groups, in the order in which their prompts were drawn; on every process all of them."""
 
 
 class Rollouts(Protocol):
@@ -33,9 +67,94 @@ class Rollouts(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampledRollouts(GroupSampler):
-    """Groups that are sampled for steps `done` + 1 to `steps`, when it is their turn or ahead of it."""
+class PendingRollout:
+    """A rollout that has been begun."""
 
+    step: int
+    """That will train on it."""
+    version: int
+    """Optimizer steps that had been taken when it was begun: none of its tokens may be older."""
+    prompts: tuple[Prompt, ...]
+    """That it was begun with; empty where it is complete."""
+    result: Callable[[], Collected]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: all of it, or of one that is still being sampled the ids of its prompts."""
+        if self.prompts:
+            return {"step": self.step, "prompts": [prompt.id for prompt in self.prompts]}
+        groups, drawn = self.result()
+        return {"step": self.step, "version": self.version, "drawn": drawn, "groups": groups_to_bytes(groups)}
+
+
+class PrefetchedRollouts:
+    """The rollouts that have been begun.  All processes make the same calls."""
+
+    def __init__(self, steps: int = 0, *, beside: bool = False, find: Callable[[str], Prompt] | None = None) -> None:
+        """steps: that sampling may be ahead.   beside: sample in threads; the engine must allow it.
+
+        find: a prompt by its id, to begin again what a checkpoint names.
+        """
+        self.steps, self.beside, self._find = steps, beside, find
+        self._begun: deque[PendingRollout] = deque()
+        self._again: dict[int, tuple[Prompt, ...]] = {}
+
+    def take(self, step: int, last: int, source: SampledRollouts) -> Collected:
+        """The groups that a step trains on; what may be begun by now has been begun.  last: the last step that there will be.
+
+        Raises EngineError for a token that is older than `steps` allow, and what sampling or scoring it raised.
+        """
+        if not self.steps:
+            return source.collect()
+        for number in range(self._begun[-1].step + 1 if self._begun else step, min(step + self.steps, last) + 1):
+            self._begun.append(self._begin(number, source))
+        begun = self._begun.popleft()
+        assert begun.step == step, f"rollouts come in the order of their steps: {begun.step}, not {step}"
+        groups, drawn = begun.result()
+        oldest = min((int(r.version.min()) for group in groups for r in group.rollouts if len(r)), default=begun.version)
+        if oldest < begun.version:
+            raise EngineError(
+                f"step {step}: a token was drawn by the weights after {oldest} optimizer steps, though its rollout was begun after "
+                f"{begun.version}: whoever samples has not taken the newer weights"
+            )
+        return groups, drawn
+
+    def _begin(self, step: int, source: SampledRollouts) -> PendingRollout:
+        prompts, version = self._again.pop(step, ()), source.engine.version
+        if not self.beside:
+            collected = source.collect(prompts)
+            return PendingRollout(step=step, version=version, prompts=(), result=lambda: collected)
+        prompts = prompts or tuple(source.prompts())
+        own = threads.begin(lambda: source.sample(prompts), f"rollout-{step}")
+        return PendingRollout(step=step, version=version, prompts=prompts, result=lambda: source.collect(prompts, own.result))
+
+    def pending(self) -> tuple[PendingRollout, ...]:
+        """What has been begun and not been trained on."""
+        return tuple(self._begun)
+
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of `pending`: what was complete is used as it was, the rest begun again with the same prompts."""
+        for state in states:
+            if "groups" not in state:
+                assert self._find is not None
+                self._again[state["step"]] = tuple(self._find(name) for name in state["prompts"])
+                continue
+            whole = groups_from_bytes(state["groups"]), int(state["drawn"])
+            self._begun.append(
+                PendingRollout(step=state["step"], version=state["version"], prompts=(), result=lambda whole=whole: whole)
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledRollouts:
+    """Groups that are sampled and scored for steps `done` + 1 to `steps`, when it is their turn or ahead of it."""
+
+    engine: Engine
+    rewards: Judge
+    draw: Draw
+    algorithm: Algorithm
+    group: GroupSettings
+    sampling: Sampling
+    seed: int = 0
     steps: int
     """The last step's number."""
     done: int = 0
@@ -68,6 +187,56 @@ class SampledRollouts(GroupSampler):
         """Hand the policy's weights to the engine."""
         self.engine.set_version(version)
 
+    def prompts(self) -> list[Prompt]:
+        """The prompts that a step begins with."""
+        return list(self.draw(self.group.prompts_per_step))
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
+        """This process's share of the prompts as scored groups; finished ones are scored while others are still being sampled."""
+        finished: SimpleQueue[tuple[Rollout, ...] | None] = SimpleQueue()
+        scored = threads.begin(
+            lambda: [self._whole(one) for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])], "rewards"
+        )
+        mine = comm.share(prompts)
+        try:
+            for rollouts in self.engine.generate(mine, group_size=self.group.group_size, sampling=self.sampling, seed=self.seed):
+                finished.put(rollouts)
+                if scored.done():  # it failed
+                    break
+        finally:
+            finished.put(None)
+        return scored.result()
+
+    def _whole(self, group: Scored) -> Scored:
+        """A scored group with what the credit reads beside its rewards."""
+        return with_turns(group) if self.algorithm.needs_steps else group
+
+    def collect(self, prompts: Sequence[Prompt] = (), own: Callable[[], list[Scored]] | None = None) -> Collected:
+        """Scored groups for one step.  Of several processes each samples and scores its share, and each gets all groups.
+
+        With `dead_groups: refill` (dynamic sampling, 2503.14476) prompts whose rewards teach nothing are replaced by further ones,
+        at most `max_refills` x `prompts_per_step` of them; a step that stays short is trained as it is.
+
+        prompts: drawn for it already.   own: what `sample` gives for them, where that has been begun already.
+        """
+        refill = self.algorithm.dead_groups == "refill"
+        wanted = self.group.prompts_per_step
+        limit = wanted * (1 + self.group.max_refills) if refill else wanted
+        live: list[Scored] = []
+        dead: list[Scored] = []
+        prompts = prompts or self.prompts()
+        while True:
+            scored = comm.together(own or (lambda prompts=prompts: self.sample(prompts)))
+            by_id = {one.prompt.id: one for one in scored}
+            if isinstance(self.draw, ObservingDraw):
+                self.draw.seen([by_id[prompt.id] for prompt in prompts])
+            for prompt in prompts:
+                (dead if refill and not self.algorithm.teaches(by_id[prompt.id]) else live).append(by_id[prompt.id])
+            more = min(wanted - len(live), limit - len(live) - len(dead))
+            if more <= 0:
+                return live or dead[:wanted], len(live) + len(dead)
+            prompts, own = self.draw(more), None
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollouts:
@@ -88,7 +257,3 @@ class RecordedRollouts:
 
 def _without_computed(group: Scored) -> Scored:
     return replace(group, signals={name: column for name, column in group.signals.items() if name not in COMPUTED})
-
-
-IDLE_STEPS = 3
-"""Steps in a row without a single reward, or without a single completion that is trained, after which a run ends."""

@@ -393,9 +393,9 @@ def find(key: str) -> Metric | None:
     ('yours', 'nll', 'eval/NAME/half_width')
     """
     for name in (key, key.removeprefix("eval/")):
-        found = ROWS.get(name) or next((metric for metric in ROWS.values() if metric.matches(name)), None)
-        if found is not None:
-            return found
+        row = ROWS.get(name) or next((metric for metric in ROWS.values() if metric.matches(name)), None)
+        if row is not None:
+            return row
     return None
 
 
@@ -415,15 +415,15 @@ def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, f
         if values:
             means[metric.name] = sum(values) / len(values)
     solved, failed = means.get("groups/solved", 0.0) > 0.5, means.get("groups/failed", 0.0) > MOST
-    found: list[tuple[Metric, Flag, float]] = []
+    flagged: list[tuple[Metric, Flag, float]] = []
     for metric, flag in FLAGGED:
         if metric.name not in means or not flag.wrong(mean := means[metric.name]) or (flag.solved and solved):
             continue
-        untrained = any(one.name == "tokens/trained" for one, _, _ in found)
+        untrained = any(one.name == "tokens/trained" for one, _, _ in flagged)
         if metric.name in ("tokens/trained", "groups/dead") and (failed or untrained):
             continue
-        found.append((metric, flag, mean))
-    return found
+        flagged.append((metric, flag, mean))
+    return flagged
 
 
 def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
@@ -434,8 +434,8 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
     >>> flags([{"groups/solved": 0.87, "groups/dead": 0.9, "entropy": 0.001, "completions/duplicates": 0.9}])
     ['groups/solved 87%: most groups are solved. Stop here, or go on with harder prompts.']
     """
-    found = []
+    lines = []
     for metric, flag, mean in raised(history):
         shown = f"{mean:.0%}" if metric.unit == "share" else f"{mean:.3g}"
-        found.append(f"{metric.name} {shown}: {flag.title[0].lower()}{flag.title[1:]}. {flag.remedy}")
-    return found
+        lines.append(f"{metric.name} {shown}: {flag.title[0].lower()}{flag.title[1:]}. {flag.remedy}")
+    return lines

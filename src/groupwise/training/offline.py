@@ -36,7 +36,7 @@ class Objective(Generic[Row]):
     loss: BatchLoss
     measure: Callable[[Sequence[Row], Assessment], Mapping[str, float]]
     """(rows, numbers of an update or of validation) -> metrics for the log."""
-    examine: Callable[[Sequence[Row], Assessment], Mapping[str, float]] = lambda rows, found: {}
+    examine: Callable[[Sequence[Row], Assessment], Mapping[str, float]] = lambda rows, assessment: {}
     """(rows, numbers of validation) -> further metrics of validation alone."""
     headlines: Mapping[str, str] = field(default_factory=lambda: {"held-out loss": "loss"})
     """Label -> metric, for people; a metric's `/half_width` is shown with it."""
@@ -65,8 +65,8 @@ def validate(
     policy: Policy, objective: Objective[Row], rows: Sequence[Row], *, budget: int, beside: Mapping[str, Estimate] | None = None
 ) -> Validation:
     """The objective's own loss and measures on rows, no gradient.  beside: what simple rules reach on the same rows."""
-    found = assess(policy, objective.loss, objective.samples(rows), budget=budget, whole_groups=objective.whole_groups)
-    figures = {"loss": found.loss, **objective.measure(rows, found), **objective.examine(rows, found)}
+    assessment = assess(policy, objective.loss, objective.samples(rows), budget=budget, whole_groups=objective.whole_groups)
+    figures = {"loss": assessment.loss, **objective.measure(rows, assessment), **objective.examine(rows, assessment)}
     halves = {name.removesuffix("/half_width"): half for name, half in figures.items() if name.endswith("/half_width")}
     shown = {
         label: str(Estimate(figures[name], halves[name])) if name in halves else f"{figures[name]:.4g}"
@@ -147,7 +147,7 @@ def token_nll(passed: BatchPass) -> tuple[Tensor, Tensor]:
 SFT: Objective[Demonstration] = Objective(
     samples=demonstration_samples,
     loss=token_nll,
-    measure=lambda rows, found: {"nll": found.loss, "perplexity": float(np.exp(min(found.loss, 50.0)))},
+    measure=lambda rows, assessment: {"nll": assessment.loss, "perplexity": float(np.exp(min(assessment.loss, 50.0)))},
     headlines={"held-out nll": "nll", "perplexity": "perplexity"},
 )
 """Supervised fine-tuning on demonstrations."""

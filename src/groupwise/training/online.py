@@ -21,9 +21,8 @@ from groupwise.models import backbone
 from groupwise.models.passes import reshard
 from groupwise.models.policy import Policy
 from groupwise.records import Sample, Scored, Step
-from groupwise.rollout.dynamic_sampling import Collected
 from groupwise.training.critics import Critic
-from groupwise.training.groups import Rollouts
+from groupwise.training.groups import Collected, Rollouts
 from groupwise.training.loss import CriticLoss, step_loss
 from groupwise.training.metrics import by_completion, measure, token_columns
 from groupwise.training.optimizer import Optimizer

@@ -143,21 +143,21 @@ class Optimizer:
 
     def _broken(self) -> list[str]:
         graded = ((name, master.grad) for name, master in self._named() if master.grad is not None)
-        found = (name for name, gradient in graded if not torch.isfinite(fsdp.whole(gradient)).all())
-        return [name for name, _ in zip(found, range(5), strict=False)]
+        broken = (name for name, gradient in graded if not torch.isfinite(fsdp.whole(gradient)).all())
+        return [name for name, _ in zip(broken, range(5), strict=False)]
 
     def numbers(self) -> dict[str, Any]:
         """The scalar part of the state dict: all of the optimizer's state that is not in `tensors`."""
         steps = next(iter(self.adamw.state.values()))["step"] if self.adamw.state else 0
-        found = {"taken": self.taken, "nonfinite": self.nonfinite, "adam_steps": int(steps)}
-        return found | ({"entropy_bonus": self.entropy_bonus} if self.entropy_bonus else {})
+        numbers = {"taken": self.taken, "nonfinite": self.nonfinite, "adam_steps": int(steps)}
+        return numbers | ({"entropy_bonus": self.entropy_bonus} if self.entropy_bonus else {})
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments and float32 masters by name (no copies), sharded as their parameters are; no moments before the first step."""
-        found = {f"master.{name}": master.detach() for name, master in self._named() if self.lower}
+        tensors = {f"master.{name}": master.detach() for name, master in self._named() if self.lower}
         for name, master in self._named() if self.adamw.state else ():
-            found |= {f"{kind}.{name}": self.adamw.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")}
-        return found
+            tensors |= {f"{kind}.{name}": self.adamw.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")}
+        return tensors
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Continue from `numbers()` and `tensors()`; the weights themselves are the policy's.

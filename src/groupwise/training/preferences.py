@@ -45,8 +45,8 @@ def reward_objective(settings: RewardModelSettings) -> Objective[Pair]:
     return Objective(
         samples=partial(reward_samples, pooling=settings.pooling, lm_coefficient=settings.lm_coefficient),
         loss=partial(reward_loss, centering=settings.centering, lm=settings.lm_coefficient > 0.0),
-        measure=lambda rows, found: compared(*_sides(pooled(found))),
-        examine=lambda rows, found: examined(*_sides(pooled(found)), rows),
+        measure=lambda rows, assessment: compared(*_sides(pooled(assessment))),
+        examine=lambda rows, assessment: examined(*_sides(pooled(assessment)), rows),
         headlines=PAIR_HEADLINES,
         whole_groups=True,
     )
@@ -120,8 +120,8 @@ def dpo_objective(settings: PairSettings) -> Objective[Anchored]:
     return Objective(
         samples=dpo_samples,
         loss=partial(pair_loss, settings=settings),
-        measure=lambda rows, found: compared(*_sides(rewards(found))),
-        examine=lambda rows, found: examined(*_sides(rewards(found)), [row.pair for row in rows]),
+        measure=lambda rows, assessment: compared(*_sides(rewards(assessment))),
+        examine=lambda rows, assessment: examined(*_sides(rewards(assessment)), [row.pair for row in rows]),
         headlines=PAIR_HEADLINES,
         whole_groups=True,
     )
@@ -220,11 +220,11 @@ def examined(chosen_R: np.ndarray, rejected_R: np.ndarray, rows: Sequence[Pair])
     """The 95 % interval of pair accuracy, accuracy by which side is longer, and the calibration of the probabilities."""
     gap_R = chosen_R - rejected_R
     longer_R = np.sign([row.chosen.size - row.rejected.size for row in rows])
-    found = {"accuracy/half_width": proportion(_accuracy(gap_R) * gap_R.size, gap_R.size).half}
+    metrics = {"accuracy/half_width": proportion(_accuracy(gap_R) * gap_R.size, gap_R.size).half}
     for name, sign in (("shorter", -1), ("same_length", 0), ("longer", 1)):
         if (longer_R == sign).any():
-            found[f"accuracy/chosen_{name}"] = _accuracy(gap_R[longer_R == sign])
-    return found | calibration(gap_R)
+            metrics[f"accuracy/chosen_{name}"] = _accuracy(gap_R[longer_R == sign])
+    return metrics | calibration(gap_R)
 
 
 def calibration(gap_R: np.ndarray) -> dict[str, float]:
@@ -232,21 +232,21 @@ def calibration(gap_R: np.ndarray) -> dict[str, float]:
 
     `calibration/error` is the mean distance between the two, weighted by pairs.
 
-    >>> found = calibration(np.array([2.0, 2.0, -2.0, 2.0]))
-    >>> found["calibration/0.8-0.9/predicted"].__round__(3), found["calibration/0.8-0.9/observed"]
+    >>> metrics = calibration(np.array([2.0, 2.0, -2.0, 2.0]))
+    >>> metrics["calibration/0.8-0.9/predicted"].__round__(3), metrics["calibration/0.8-0.9/observed"]
     (0.881, 0.75)
     """
     sure_R = 1.0 / (1.0 + np.exp(-np.minimum(np.abs(gap_R), 50.0)))
     right_R = np.where(gap_R == 0, 0.5, gap_R > 0)
     place_R = np.clip(np.digitize(sure_R, BINS) - 1, 0, len(BINS) - 2)
-    found, error = {}, 0.0
+    metrics, error = {}, 0.0
     for place, (low, high) in enumerate(pairwise(BINS)):
         if (inside_R := place_R == place).any():
             predicted, observed = float(sure_R[inside_R].mean()), float(right_R[inside_R].mean())
-            found |= {f"calibration/{low}-{high}/predicted": predicted, f"calibration/{low}-{high}/observed": observed}
-            found[f"calibration/{low}-{high}/pairs"] = float(inside_R.sum())
+            metrics |= {f"calibration/{low}-{high}/predicted": predicted, f"calibration/{low}-{high}/observed": observed}
+            metrics[f"calibration/{low}-{high}/pairs"] = float(inside_R.sum())
             error += inside_R.mean() * abs(predicted - observed)
-    return {"calibration/error": float(error)} | found
+    return {"calibration/error": float(error)} | metrics
 
 
 # ---- iterating ---------------------------------------------------------------------------------------------------------------

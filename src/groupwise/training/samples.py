@@ -27,7 +27,7 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     which become no samples.
     """
     if algorithm.dead_groups == "drop":
-        kept = [i for i, found in enumerate(advantages) if not is_dead(found)]
+        kept = [i for i, advantage in enumerate(advantages) if not is_dead(advantage)]
         groups, advantages = [groups[i] for i in kept], [advantages[i] for i in kept]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     masked = [algorithm.truncated == "mask" and rollout.truncated for rollout in rollouts]

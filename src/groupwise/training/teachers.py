@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.parts import called, fact, name_of
+from groupwise.algorithms.parts import called, checked_loss, fact, name_of
 from groupwise.algorithms.table import Algorithm
 from groupwise.data.encoding import Demonstration
 from groupwise.data.packing import pack, unpack
@@ -56,10 +55,10 @@ class Demonstrations:
         places = range(update * self.count, (update + 1) * self.count)
         chosen = [self.rows[self._order(place // len(self.rows))[place % len(self.rows)]] for place in places]
         weight = 1.0 / sum(row.completion.size for row in chosen)
-        found = []
+        samples = []
         for i, row in enumerate(chosen):
             ones = weight * np.ones(row.completion.size)
-            found.append(
+            samples.append(
                 Sample(
                     group=f"shown/{update}/{i}",
                     index=-1,
@@ -69,7 +68,7 @@ class Demonstrations:
                     extra={f"{WEIGHT}demonstration_loss": self.lm * ones, f"{WEIGHT}teacher_divergence": self.divergence * ones},
                 )
             )
-        return found
+        return samples
 
     def _order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
@@ -154,6 +153,10 @@ class Teacher:
     ) -> Tensor:
         """How far the policy's next token is from the teacher's at a batch's trained rows (M,), differentiable with respect to the
         policy's hidden states and head.   samples: that the batch was packed from."""
+
+        def checked(log_q_CV: Tensor, log_p_CV: Tensor) -> Tensor:
+            return checked_loss("divergence", function, called("divergence", function, log_q_CV, log_p_CV), log_q_CV[:, 0])
+
         with policy.precision():
             return head_divergence(
                 hidden_MD,
@@ -161,7 +164,7 @@ class Teacher:
                 self.states(batch, samples),
                 self.policy.head,
                 batch.temperature_P[batch.trained_M],
-                partial(called, "divergence", function),
+                checked,
             )
 
 

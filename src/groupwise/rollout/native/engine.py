@@ -225,9 +225,9 @@ class _Rows:
         The rows get the places behind those that live, and are ordered by how much there is, most first.  Returns the final hidden
         state of each one's last token.
         """
-        found: dict[_Row, Tensor] = {}
+        hidden: dict[_Row, Tensor] = {}
         for batch in _passes(rows, lambda row: row.missing):
-            first, counts = len(self.live) + len(found), [row.missing for row in batch]
+            first, counts = len(self.live) + len(hidden), [row.missing for row in batch]
             entries, kept = [row.past.entry for row in batch], [row.kept for row in batch]
             extend = Extend(prompts.store, self.store, first, prompts.lengths, entries, kept, counts)
             for place, row in enumerate(batch, first):
@@ -236,8 +236,8 @@ class _Rows:
                     row.aside = None
             tokens_T = torch.tensor([token for row in batch for token in row.tokens[row.begin + row.kept :]], device=device)
             starts = [row.past.tokens.size + row.kept for row in batch]
-            found |= zip(batch, _hidden_of_last(forward, tokens_T, starts, counts, extend), strict=True)
-        return found
+            hidden |= zip(batch, _hidden_of_last(forward, tokens_T, starts, counts, extend), strict=True)
+        return hidden
 
     def join(self, new: Sequence[_Row], token_R: Tensor, uniform_RT: Tensor) -> None:
         """Rows come in behind those that live."""

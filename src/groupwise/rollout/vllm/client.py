@@ -23,8 +23,8 @@ class Client:
 
     def __init__(self, url: str) -> None:
         """url: `http://host:port`.  Raises ConfigError for anything else."""
-        found = re.fullmatch(r"http://([\w.-]+)(?::(\d+))?/?", url)
-        host, port = (found[1].lower(), int(found[2] or 80)) if found else ("", 0)
+        match = re.fullmatch(r"http://([\w.-]+)(?::(\d+))?/?", url)
+        host, port = (match[1].lower(), int(match[2] or 80)) if match else ("", 0)
         if not 0 < port < 1 << 16:
             raise ConfigError(f"a server is written http://host:port, got {url!r}")
         self.url = f"http://{host}:{port}"
@@ -82,9 +82,9 @@ class Client:
             self.close()
             raise PeerError(f"{self.name} {_cause(error, timeout)} ({method} {path})") from error
         if answer.status != 200:
-            said = " ".join(text.decode(errors="replace").split())[:500]
-            kind = PeerError if any(word in said for word in DEAD) else EngineError
-            raise kind(f"{self.name} answers {method} {path} with {answer.status}: {said or answer.reason}")
+            answer_text = " ".join(text.decode(errors="replace").split())[:500]
+            kind = PeerError if any(word in answer_text for word in DEAD) else EngineError
+            raise kind(f"{self.name} answers {method} {path} with {answer.status}: {answer_text or answer.reason}")
         return text
 
     def close(self) -> None:

@@ -117,10 +117,10 @@ class Colocated:
                 how = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
                 engine.add_request(name, {"prompt_token_ids": body["token_ids"]}, how)
             while left:
-                for found in engine.step():
-                    if found.finished:
-                        left.discard(found.request_id)
-                        yield self.names[0], found.request_id, {"choices": [self._choice(one) for one in found.outputs]}
+                for request in engine.step():
+                    if request.finished:
+                        left.discard(request.request_id)
+                        yield self.names[0], request.request_id, {"choices": [self._choice(one) for one in request.outputs]}
         finally:
             if left:
                 engine.abort_request(list(left))
@@ -133,19 +133,19 @@ class Colocated:
             self._llm.wake_up()
             self._awake = True
 
-    def _choice(self, found: Any) -> dict[str, Any]:
+    def _choice(self, completion: Any) -> dict[str, Any]:
         """A completion as a server would tell it."""
         content = []
-        for token, known in zip(found.token_ids, found.logprobs, strict=True):
+        for token, known in zip(completion.token_ids, completion.logprobs, strict=True):
             candidates = [{"token_id": other, "logprob": one.logprob} for other, one in known.items()]
             content.append({"logprob": known[token].logprob, "top_logprobs": candidates})
         return {
-            "index": found.index,
-            "token_ids": list(found.token_ids),
+            "index": completion.index,
+            "token_ids": list(completion.token_ids),
             "logprobs": {"content": content},
-            "finish_reason": found.finish_reason,
-            "stop_reason": found.stop_reason,
-            "weight_versions": [{"version": self._label, "start": 0, "end": len(found.token_ids)}],
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "weight_versions": [{"version": self._label, "start": 0, "end": len(completion.token_ids)}],
         }
 
     def close(self) -> None:

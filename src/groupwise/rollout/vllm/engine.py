@@ -408,7 +408,7 @@ class Choice:
     def support(self) -> tuple[np.ndarray, ...]:
         """For each token the ids that could have been drawn."""
         return tuple(
-            np.array([token for token, logp in found.items() if logp > NEVER], dtype=np.int64) for found in self.candidates
+            np.array([token for token, logp in likeliest.items() if logp > NEVER], dtype=np.int64) for likeliest in self.candidates
         )
 
     def finish(self, eos_ids: Sequence[int]) -> Finish:
@@ -424,10 +424,10 @@ class Choice:
         labels = dict.fromkeys(label for label, _, _ in self.versions)
         if whole and labels.keys() <= {f"{run}:{version}" for version in range(oldest, newest + 1)}:
             return None
-        found = ", ".join(labels) or "weights without a version"
+        drawn_by = ", ".join(labels) or "weights without a version"
         wanted = f"{run}:{newest}" + (f" or back to {oldest}" if oldest < newest else "")
         why = "the server was restarted, or another run sends weights to it"
-        return f"it was drawn by stale or foreign weights ({found}, not {wanted}): {why}"
+        return f"it was drawn by stale or foreign weights ({drawn_by}, not {wanted}): {why}"
 
     def version(self, run: str) -> np.ndarray:
         """(n,): the version that drew each token, where none is `foreign`."""
@@ -453,7 +453,7 @@ class Choice:
             most = max(len(support) for support in self.support)
             if 2 * sampling.top_k <= most < policy.vocabulary:
                 return f"{most} tokens could have been drawn where top_k is {sampling.top_k}"
-            widest = max(max(found.values()) - min(x for x in found.values() if x > NEVER) for found in self.candidates)
+            widest = max(max(likeliest.values()) - min(x for x in likeliest.values() if x > NEVER) for likeliest in self.candidates)
             if sampling.min_p > 0.0 and widest > 1e-3 - math.log(sampling.min_p):
                 return f"a token {widest:.2f} nats below the likeliest could have been drawn where min_p is {sampling.min_p}"
         return None

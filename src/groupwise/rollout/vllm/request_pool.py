@@ -133,8 +133,8 @@ class RequestPool:
 def computed_tokens(client: Client) -> float:
     """Tokens that a server has computed since it was started, of prompts and of completions.  Raises EngineError if it does not
     count them."""
-    said = client.text("/metrics", timeout=PATIENCE)
-    found = re.findall(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", said, re.MULTILINE)
-    if not found:
+    metrics = client.text("/metrics", timeout=PATIENCE)
+    counts = re.findall(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", metrics, re.MULTILINE)
+    if not counts:
         raise EngineError(f"{client.name} does not say what it computes: start it without --disable-log-stats")
-    return sum(map(float, found))
+    return sum(map(float, counts))

@@ -68,11 +68,11 @@ class ScoringServers:
         mine = tokenizer.decode(ids, skip_special_tokens=False)
         theirs = client.post("/detokenize", {"model": name, "tokens": ids}, timeout=PATIENCE)
         if not isinstance(theirs, dict) or theirs.get("prompt") != mine:
-            said = str(theirs.get("prompt") if isinstance(theirs, dict) else theirs)
-            place = next((i for i, (a, b) in enumerate(zip(mine, said, strict=False)) if a != b), min(len(mine), len(said)))
+            text = str(theirs.get("prompt") if isinstance(theirs, dict) else theirs)
+            place = next((i for i, (a, b) in enumerate(zip(mine, text, strict=False)) if a != b), min(len(mine), len(text)))
             raise ConfigError(
                 f"{client.name} serves a model with other tokens than the policy: ids that are {mine[place : place + 40]!r} to the "
-                f"policy are {said[place : place + 40]!r} to it; serve a model of the same family, with the same tokenizer"
+                f"policy are {text[place : place + 40]!r} to it; serve a model of the same family, with the same tokenizer"
             )
 
     def logp(self, sequences: Sequence[PromptAndCompletion]) -> list[np.ndarray]:
@@ -88,11 +88,11 @@ class ScoringServers:
             )
         urls = cycle(self._urls)
         with ThreadPoolExecutor(AT_ONCE * len(self._urls), thread_name_prefix="teacher-request") as pool:
-            asked = [pool.submit(self._one, next(urls), *sequence) for sequence in sequences]
+            requests = [pool.submit(self._one, next(urls), *sequence) for sequence in sequences]
             try:
-                return [one.result() for one in asked]
+                return [one.result() for one in requests]
             except BaseException:
-                for one in asked:
+                for one in requests:
                     one.cancel()
                 raise
 
@@ -106,11 +106,11 @@ class ScoringServers:
         answer = client.post("/v1/completions", body, timeout=LONGEST)
         try:
             (choice,) = answer["choices"]
-            found = choice["prompt_logprobs"]
-            if len(found) != len(ids):
-                raise ValueError(f"{len(found)} log-probs for {len(ids)} tokens")
-            told = (found[place][str(ids[place])] for place in range(prompt.size, len(ids)))
-            values = np.array([float(entry["logprob"]) for entry in told], np.float32)
+            entries = choice["prompt_logprobs"]
+            if len(entries) != len(ids):
+                raise ValueError(f"{len(entries)} log-probs for {len(ids)} tokens")
+            chosen = (entries[place][str(ids[place])] for place in range(prompt.size, len(ids)))
+            values = np.array([float(entry["logprob"]) for entry in chosen], np.float32)
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{client.name}: its log-probs cannot be read ({type(error).__name__}); is it vLLM?") from error
         if not all(math.isfinite(value) and value <= ROUNDING for value in values):

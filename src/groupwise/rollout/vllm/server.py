@@ -104,9 +104,9 @@ def command(
         "--worker-extension-cls": "groupwise_vllm.Extension",
         "--seed": "0",
     }
-    given = [text for name, value in arguments.items() if value is not None for text in (name, value)]
+    options = [text for name, value in arguments.items() if value is not None for text in (name, value)]
     switches = ["--enable-prefix-caching", "--enable-scale-out", "--disable-uvicorn-access-log"]
-    return [str(python), str(PLUGIN / "groupwise_vllm.py"), model, *given, *switches, *more]
+    return [str(python), str(PLUGIN / "groupwise_vllm.py"), model, *options, *switches, *more]
 
 
 def environment() -> dict[str, str]:
@@ -174,8 +174,8 @@ class OwnServer:
 
     def _last_error(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
-        found = [match[0] for line in lines if (match := re.search(r"\b[A-Z]\w*Error: .*", line)) and "EngineDead" not in match[0]]
-        return f", which says: {found[0][:300]}" if found else ""
+        errors = [match[0] for line in lines if (match := re.search(r"\b[A-Z]\w*Error: .*", line)) and "EngineDead" not in match[0]]
+        return f", which says: {errors[0][:300]}" if errors else ""
 
     def close(self) -> None:
         """End it and all that it started."""

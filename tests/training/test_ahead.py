@@ -24,10 +24,9 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
-from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.run import train
-from groupwise.training.groups import SampledRollouts
+from groupwise.training.groups import PrefetchedRollouts, SampledRollouts
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import score
