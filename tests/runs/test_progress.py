@@ -180,6 +180,13 @@ def test_a_run_that_trains_nothing_is_flagged_once() -> None:
     assert flags([nothing | {"tokens/trained": 7.0, "completions/clipped_ratio": 0.0}]) != []
 
 
+def test_a_critic_that_explains_nothing_is_flagged_once_it_had_time_to_learn() -> None:
+    steps = [{"value/explained": 0.005}] * 20
+    assert flags(steps[:19]) == []
+    assert [line.split(".")[0] for line in flags(steps)] == ["value/explained 0%: the critic explains nothing"]
+    assert flags([{"value/explained": 0.2}] * 20) == []
+
+
 def test_nothing_is_wrapped_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     with (tmp_path / "log").open("w") as file, contextlib.redirect_stdout(file):

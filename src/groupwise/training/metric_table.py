@@ -31,6 +31,8 @@ class Flag:
     """... or below this one; without a bound by NaN."""
     solved: bool = False
     """It also comes of success: where more than half of the groups are solved it is not raised."""
+    after: int = 1
+    """Steps with the metric before which it is not raised: what is learnt from nothing takes its time."""
 
     def wrong(self, value: float) -> bool:
         """True if a mean raises the warning."""
@@ -273,10 +275,10 @@ METRICS: tuple[Section, ...] = (
                    "above 0 and rising",
                    flag=Flag(
                         "The critic explains nothing",
-                        "Its values are farther from the returns than their mean is ({value} of the variance explained).",
+                        "Its values say hardly more of the returns than their mean does ({value} of the variance explained).",
                         "Raise or lower critic.lr, train it first (critic.pretrain), or give it a backbone of its own "
                         "(critic.path).",
-                        below=0, solved=True)),
+                        below=0.01, solved=True, after=20)),
             Metric("teacher/kl", "nats / token", "mean(l - log p_teacher) over drawn tokens",
                    "Estimate of KL(policy || teacher), where the teacher is asked for drawn tokens alone.", "falls"),
         ),
@@ -410,10 +412,11 @@ def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, f
     cause only the first is raised: nothing trained, all groups failed, dead groups.
     """
     means = {}
-    for metric, _ in FLAGGED:
-        values = [metrics[metric.name] for metrics in history[-RECENT:] if metric.name in metrics]
-        if values:
-            means[metric.name] = sum(values) / len(values)
+    for metric, flag in FLAGGED:
+        values = [metrics[metric.name] for metrics in history if metric.name in metrics]
+        recent = [metrics[metric.name] for metrics in history[-RECENT:] if metric.name in metrics]
+        if recent and len(values) >= flag.after:
+            means[metric.name] = sum(recent) / len(recent)
     solved, failed = means.get("groups/solved", 0.0) > 0.5, means.get("groups/failed", 0.0) > MOST
     flagged: list[tuple[Metric, Flag, float]] = []
     for metric, flag in FLAGGED:
