@@ -665,3 +665,56 @@ def test_a_text_ends_before_the_stop_string_and_the_ids_keep_it(worlds, a_prompt
     assert played.episode.reward == 1.0
     assert played.sampled == [ids, ids] and len(played.episode.branches) == 1
     assert played.behind[1][: len(played.behind[0]) + len(ids)] == played.behind[0] + ids
+
+
+@pytest.mark.slow
+def test_whatever_harnesses_and_engines_do_every_episode_ends_and_none_is_left(worlds, a_prompt, chat_tokenizer, end_id):
+    """Harnesses that end at once, fail, hang, request in parallel, or leave a request behind; engines that break off."""
+    turn, held = [*chat_tokenizer("hi", add_special_tokens=False)["input_ids"], end_id], threading.Event()
+    kinds, found = ("none", "fails", "one", "parallel", "hangs", "leaves"), {}
+
+    def request(base_url: str) -> None:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        httpx.post(f"{base_url}/chat/completions", json=body, timeout=WAIT, trust_env=False, verify=False)
+
+    def harness(base_url, index):
+        kind = kinds[index % len(kinds)]
+        if kind == "fails":
+            raise OSError("no such tool")
+        requests = [threading.Thread(target=request, args=(base_url,), daemon=True) for _ in range(3 if kind == "parallel" else 1)]
+        for one in requests if kind != "none" else ():
+            one.start()
+            if kind != "leaves":
+                one.join()
+        if kind == "hangs":
+            held.wait(WAIT)
+        return 1
+
+    world = worlds(harness, at_once=3, episode_timeout=1.0)
+
+    def engine(first: int) -> None:
+        for index in range(first, 48, 6):
+            stream = Stream(a_prompt, index, 1 << 30)
+            episode = world.begin(stream, seed=0)
+            reply, finish = episode.open(), None
+            while finish is None and (finish := reply.result(WAIT).finish) is None:
+                stream.take(reply.result(), 0, limit=1 << 30)
+                stream.add(turn, [0.0] * len(turn), 0)
+                stream.end_turn(Finish.EOS)
+                if index % 7 == 3:
+                    finish = Finish.ERROR
+                reply = episode.answer() if finish is None else reply
+            found[index] = (finish, episode.close(finish).reward)
+
+    engines = [threading.Thread(target=engine, args=(first,)) for first in range(6)]
+    for one in engines:
+        one.start()
+    for one in engines:
+        one.join(WAIT)
+    held.set()
+    assert len(found) == 48
+    for index, (finish, reward) in found.items():
+        assert (reward == 1.0) == (finish is Finish.DONE), (index, finish)
+        assert finish is not Finish.DONE or kinds[index % len(kinds)] not in ("fails", "hangs"), index
+    assert any(finish is Finish.DONE for finish, _ in found.values())
+    assert not world._live and not world._queue and not world._running
