@@ -1046,7 +1046,7 @@ def test_the_command_writes_a_recipe_and_says_what_is_lost(capsys: pytest.Captur
     Path("trl.yaml").write_text("num_generations: 4\nrepetition_penalty: 1.1\nlearning_rate: 2.0e-6\nmax_steps: 3\n")
     assert main(["recipes", "import-trl", "trl.yaml", "new.yaml"]) == 0
     said = capsys.readouterr().out
-    assert "not supported yet: repetition_penalty: 1.1" in said and "still to say: model.path" in said
+    assert "not supported yet: repetition_penalty: 1.1" in said and "still to set: model.path" in said
     assert "lr: 2.0e-06  # learning_rate" in Path("new.yaml").read_text()
     assert main(["recipes", "import-trl", "trl.yaml", "new.yaml"]) == 2
     assert "exists already" in capsys.readouterr().err

@@ -62,14 +62,14 @@ class Imported:
         lines = [f"{self.source}: {self.kind}, {len(self.lines)} arguments: {counts}"]
         for title in (FATES["changed"], FATES["missing"], "not read"):
             lines += [f"  {title}: {line}" for line in fates.get(title, ())]
-        return "\n".join([*lines, *(f"  still to say: {one}" for one in self.needed)])
+        return "\n".join([*lines, *(f"  still to set: {one}" for one in self.needed)])
 
     def render(self) -> str:
         """The recipe as YAML: at its head what became of each argument, behind each key where it is from."""
         lines = [f"# From TRL's {self.kind} in {Path(self.source).name}, by `groupwise recipes import-trl`."]
         for title, here in self.by_fate().items():
             lines += [f"# {title}:", *(f"#   {_one_line(line)}" for line in here)]
-        lines += ["# still to say:", *(f"#   {one}" for one in self.needed)] if self.needed else []
+        lines += ["# still to set:", *(f"#   {one}" for one in self.needed)] if self.needed else []
         return "\n".join([*lines, *self._rendered(self.tree(), "")]) + "\n"
 
     def _rendered(self, tree: Mapping[str, Any], prefix: str, indent: str = "") -> Iterator[str]:

@@ -96,7 +96,7 @@ def _read_command(file: Path, text: str, kind: str | None, devices: int) -> Conf
         arguments={name: value for name, value in arguments.items() if name not in unread},
         devices=processes if isinstance(processes, int) and processes > 0 else devices,
         file=file,
-        unread=[Line(name, value, None, "a variable of the shell: say it in the recipe") for name, value in unread.items()],
+        unread=[Line(name, value, None, "a variable of the shell: set it in the recipe") for name, value in unread.items()],
     )
 
 

@@ -105,7 +105,7 @@ class Script:
         for argument, node in [*(("output_dir", one) for one in call.args[:1]), *self.keywords(call)]:
             self.read(argument, node)
         for node in call.args[1:]:
-            self.unread("an argument without a name", node, "say it in the recipe")
+            self.unread("an argument without a name", node, "set it in the recipe")
         trainer = name.replace("Config", "Trainer")
         for other in self.calls:
             if called(other) == trainer:
@@ -145,7 +145,7 @@ class Script:
         elif row is not None and row.convert is None:
             self.unread_lines.append(Line(name, ast.unparse(node), row.fate, row.says))
         else:
-            self.unread(name, node, "an expression: say it in the recipe")
+            self.unread(name, node, "an expression: set it in the recipe")
 
     def unread(self, name: str, node: ast.expr, says: str) -> None:
         """Add a line for an argument that is not known."""
