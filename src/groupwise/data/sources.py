@@ -481,7 +481,8 @@ def _read_parquet(file: Path, name: str) -> SourceRows:
     import pyarrow.parquet
 
     try:
-        return SourceRows(name, [bare_calls(row) for row in pyarrow.parquet.read_table(file).to_pylist()])
+        table = pyarrow.parquet.read_table(file)
+        return SourceRows(name, _of_columns(table.to_pylist(), table.schema))
     except (UnicodeDecodeError, OverflowError) as error:  # a text that is no UTF-8, a date that Python has no object for
         raise DataError(f"{name}: a value of the Parquet file cannot be read: {error}") from None
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -526,11 +527,17 @@ def _read_hub(name: str, split: str) -> SourceRows:
     loaded = _load_hub(name, split)
     if not len(loaded):
         raise DataError(f"{name} (split {split}) holds no rows")
-    return SourceRows(name, [bare_calls(row) for row in loaded.to_list()])
+    return SourceRows(name, _of_columns(loaded.to_list(), loaded.features))
 
 
 FUNCTIONS = ("tools", "tool_calls", "function_call", "function", "parameters", "arguments", "chat_template_kwargs")
 """Columns and keys that hold tools, calls, or the chat template's variables."""
+
+
+def _of_columns(rows: list[dict[str, Any]], schema: object) -> list[dict[str, Any]]:
+    """The rows of a columnar source.   schema: it names all of their columns and the keys in them."""
+    names = str(schema)
+    return [bare_calls(row) for row in rows] if any(name in names for name in FUNCTIONS) else rows
 
 
 def bare_calls(value: Any, *, inside: bool = False) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from groupwise.data.tasks.base import Generated, Row
-from groupwise.data.tasks.scratchpads import add
+from groupwise.data.tasks.scratchpads import add, taught
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,7 @@ class Addition(Generated):
 
     def completion(self, row: Row, rng: random.Random) -> str:
         """The answer blurted out, or columns with forgotten carries."""
-        if rng.random() < self.blurt:
-            return f"\\boxed{{{row['answer']}}}"
-        a, b = (int(part) for part in row["prompt"].split("+"))
-        text, total = add(a, b, lambda: rng.random() < self.slip)
-        return f"<think>{text}</think>\\boxed{{{total}}}"
+        return taught(row, rng, blurt=self.blurt, slip=self.slip)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ single equations are still true; only what should have been carried is missing, 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -134,7 +135,7 @@ def work(expression: Expression, slip: Slip = careful) -> tuple[str, Fraction] |
     return ";".join([*parts, f"{last_task}:{last_text}"]), value
 
 
-def taught(row: Mapping[str, str], rng: random.Random, *, blurt: float, slip: float, longest: int) -> str:
+def taught(row: Mapping[str, str], rng: random.Random, *, blurt: float, slip: float, longest: float = math.inf) -> str:
     """What a careless demonstrator writes for the expression `row["prompt"]`: thinking, and a box.
 
     blurt: chance of `row["answer"]` without thinking, which also stands where there is no written method, or one longer than
