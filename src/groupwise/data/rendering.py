@@ -142,18 +142,20 @@ def _ours(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
     if chat.continue_final_message:
         return _at_home(tokenizer, chat)
     try:
-        return _our_template().render(messages=chat.messages, tools=chat.tools, add_generation_prompt=chat.add_generation_prompt)
+        return _our_template()(chat.messages, chat.tools, chat.add_generation_prompt)
     except Exception:  # _at_home finds out why
         return _at_home(tokenizer, chat)
 
 
 @cache
-def _our_template() -> Any:
+def _our_template() -> Callable[..., str]:
+    """`CHAT_TEMPLATE` as a macro: a template would make a context for each conversation."""
     import jinja2
 
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    return environment.from_string(CHAT_TEMPLATE)
+    macro = f"{{% macro chat(messages, tools, add_generation_prompt) %}}{CHAT_TEMPLATE}{{% endmacro %}}"
+    return environment.from_string(macro).module.chat  # type: ignore[attr-defined]
 
 
 class _Renderer:

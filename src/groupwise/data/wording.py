@@ -43,6 +43,7 @@ ALPACA = """Below is an instruction that describes a task{with_input}. Write a r
 
 ### Response:
 """
+_KEYS = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +145,7 @@ class Wording:
         brought = self.brought(content)
         if len(brought) == 1 and brought[0]["role"] == "user" and isinstance(brought[0]["content"], str):
             return brought[0]["content"]
-        return json.dumps(brought, sort_keys=True, ensure_ascii=False, default=str)
+        return _KEYS.encode(brought)
 
     def _asked(self, row: Row, where: str) -> Content:
         """`own_content` before `chat` makes a message of a text."""
