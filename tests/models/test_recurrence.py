@@ -41,7 +41,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.recurrence import changes, recurrent_layers
 from groupwise.models.sharded import frozen_copy
 from groupwise.ops import recurrence
-from groupwise.ops.recurrence import Recurrence, Segments
+from groupwise.ops.recurrence import Chunks, Recurrence, Segments
 from groupwise.proof import cache
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
@@ -272,16 +272,18 @@ class ForksLate(Recurrence):
         super().__init__(Segments(segments.start.tolist(), length.tolist(), segments.total, segments.prefix.tolist()))
 
 
-class FillsThePadding(Recurrence):
-    """The ends of chunks hold the stream's first position instead of nothing."""
+class FilledSegments(Segments):
+    """The ends of whose chunks hold the stream's first position instead of nothing."""
 
-    def rule(self, place: tuple[int, int], *columns: Tensor) -> Tensor:
-        patch = pytest.MonkeyPatch()
-        patch.setattr(recurrence, "_taken", lambda rows, places: rows.index_select(0, places.index))
-        try:
-            return super().rule(place, *columns)
-        finally:
-            patch.undo()
+    def chunks(self, device: torch.device) -> Chunks:
+        found = super().chunks(device)
+        return replace(found, rows_MC=found.rows_MC._replace(empty=found.rows_MC.empty[:0]))
+
+
+class FillsThePadding(Recurrence):
+    def __init__(self, segments: Segments) -> None:
+        columns = (segments.start.tolist(), segments.length.tolist(), segments.total, segments.prefix.tolist())
+        super().__init__(FilledSegments(*columns))
 
 
 FAULTS = (StateLeaks, ConvolutionSeesTheNeighbour, ForksLate, FillsThePadding)

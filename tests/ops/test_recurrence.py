@@ -169,13 +169,6 @@ def test_a_stream_of_filler_alone_computes() -> None:
     assert stream(layout).rule((0, 1), *columns_of(1, True)).shape == (1, H, V)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    query, *others = (x.requires_grad_() for x in columns_of(4, True))
-    out = stream(layout_of([(0, [4])], 0)).rule((0, 1), query, *others)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(out.sum(), query, create_graph=True)
-
-
 def test_steady_decay_over_many_chunks_stays_finite() -> None:
     """Differences of logarithms are taken before their exponentials."""
     columns = columns_of(4 * CHUNK, True, torch.float32)

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from groupwise.ops.autograd import Gradients, first_derivative
 from groupwise.records import Layout
 
 CHUNK = {"cpu": 32, "cuda": 64}
@@ -223,7 +223,8 @@ def gated_rule(columns: Sequence[Tensor], segments: Segments, state_NHKV: Tensor
             return _one_position([_wide(x) for x in columns], state_NHKV.to(_wide(value).dtype))
     if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and len(columns) == 5 and fla_kernel() is not None:
         return _by_fla(columns, segments, state_NHKV)
-    return _ByChunks.apply(segments, state_NHKV, *columns)  # type: ignore[return-value]
+    # What the chunks are made of takes ten times the memory of the columns: it is made again in the backward pass.
+    return checkpoint(_by_chunks, segments, state_NHKV, *columns, use_reentrant=False, preserve_rng_state=False)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -258,7 +259,7 @@ class _Parts:
         self.beta = beta[0][..., None] if beta else None
         total = decay.cumsum(-1)
         later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=decay.device).triu(1)
-        between = (total[..., :, None] - total[..., None, :]).masked_fill_(later, -torch.inf).exp_()
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
         self.between = between[:, :, None]
         self.faded, self.rest = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
         self.kept = total[..., -1].exp()[..., None, None]
@@ -267,7 +268,7 @@ class _Parts:
         """(M, H, X, C, K)"""
         self.faded_side = (self.side * self.faded[:, :, None]).flatten(2, 3)
         marks = (self.side.flatten(2, 3) @ self.key.transpose(-1, -2)).unflatten(2, (-1, chunks.size))
-        self.marks = marks.mul_(self.between)
+        self.marks = marks * self.between
         """(M, H, X, C, C): of queries what positions read of what each before them adds; of keys what the state says already."""
         self.rest_key = self.key * self.rest
         self.added = self.value
@@ -288,10 +289,9 @@ class _Parts:
         """The way back."""
         return _taken(x.transpose(1, 2).flatten(0, 1).flatten(1), self.chunks.place_T).unflatten(1, (x.shape[1], *x.shape[3:]))
 
-    def passed(self, state: Tensor | None) -> tuple[list[tuple[slice, Tensor | None, Tensor]], Tensor, list[Tensor]]:
-        """Let states pass -> of each step its chunks, the states before them and what they add; outputs; last states by level."""
-        steps, outputs, ends, begin = list[tuple[slice, Tensor | None, Tensor]](), torch.empty_like(self.value), list[Tensor](), 0
-        size = self.chunks.size
+    def passed(self, state: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Let states pass -> outputs, and last states by level."""
+        outputs, ends, begin, size = list[Tensor](), list[Tensor](), 0, self.chunks.size
         for level in self.chunks.levels:
             if level.prefix_N is not None:
                 state = ends[-1].index_select(0, level.prefix_N)
@@ -308,92 +308,22 @@ class _Parts:
                 read = None if state is None else self.faded_side[at] @ state
                 if self.solver is not None:
                     added = self.solver[at] @ (added if read is None else added - read[:, :, size:])
-                torch.matmul(inside, added, out=outputs[at])
-                if read is not None:
-                    outputs[at] += read[:, :, :size]
-                steps.append((at, state, added))
+                outputs.append(inside @ added if read is None else inside @ added + read[:, :, :size])
                 new = self.rest_key[at].transpose(-1, -2) @ added
                 state = new if state is None else torch.addcmul(new, state, self.kept[at])
             assert state is not None
             ends.append(torch.cat([state, *reversed(ended)]))
-        return steps, outputs, ends
+        return torch.cat(outputs), ends
 
 
-class _ByChunks(torch.autograd.Function):
-    """`gated_rule` in torch's operations.  What the chunks are made of takes ten times the memory of the columns: it is made again
-    in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, segments: Segments, state: Tensor | None, *columns: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.segments = segments
-        ctx.save_for_backward(state, *columns)
-        ctx.set_materialize_grads(False)
-        with _exact(columns[2]):
-            chunks = segments.chunks(columns[0].device)
-            parts = _Parts(columns, chunks)
-            _, out, ends = parts.passed(state)
-            last = [end.index_select(0, level.rank_N) for end, level in zip(ends, chunks.levels, strict=True)]
-            return parts.joined(out), torch.cat(last)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        state, *columns = ctx.saved_tensors
-        with _exact(columns[2]):
-            state_grad, found = _gradients(ctx.segments, state, columns, *grads)
-        return None, state_grad, *(grad.to(column.dtype) for grad, column in zip(found, columns, strict=True))
-
-
-def _gradients(
-    segments: Segments, state: Tensor | None, columns: Sequence[Tensor], out_grad: Tensor | None, last_grad: Tensor | None
-) -> tuple[Tensor | None, list[Tensor]]:
-    """Of the states before the segments, and of the columns."""
-    chunks = segments.chunks(columns[0].device)
-    parts = _Parts(columns, chunks)
-    steps, _, ends = parts.passed(state)
-    grad = torch.zeros_like(parts.value) if out_grad is None else parts.cut(out_grad)
-    marks_grad, side_grad = torch.empty_like(parts.marks), torch.zeros_like(parts.faded_side)
-    added_grad, rest_grad = torch.empty_like(parts.value), torch.empty_like(parts.key)
-    kept_grad = torch.zeros_like(parts.kept)
-    end_grads = [torch.zeros_like(end) for end in ends]
-    if last_grad is not None:
-        lasts = last_grad.split([level.order_N.numel() for level in chunks.levels])
-        end_grads = [one.index_select(0, level.order_N) for one, level in zip(lasts, chunks.levels, strict=True)]
-    for n, level in reversed(list(enumerate(chunks.levels))):
-        for count in reversed(level.counts):
-            at, before, added = steps.pop()
-            of_end, of_out = end_grads[n][:count], grad[at]
-            of_added = parts.marks[at, :, 0].transpose(-1, -2) @ of_out + parts.rest_key[at] @ of_end
-            if parts.solver is not None:
-                of_added = parts.solver[at].transpose(-1, -2) @ of_added
-            added_grad[at] = of_added
-            rest_grad[at] = added @ of_end.transpose(-1, -2)
-            read = of_out if parts.solver is None else torch.cat([of_out, -of_added], 2)
-            marks_grad[at] = (read @ added.transpose(-1, -2)).view_as(marks_grad[at])
-            if before is not None:
-                side_grad[at] = read @ before.transpose(-1, -2)
-                kept_grad[at] = (of_end * before).sum((-1, -2), keepdim=True)
-                end_grads[n][:count] = torch.addcmul(parts.faded_side[at].transpose(-1, -2) @ read, of_end, parts.kept[at])
-        if level.prefix_N is not None:
-            end_grads[n - 1].index_add_(0, level.prefix_N, end_grads[n])
-    faded = (marks_grad * parts.marks).sum(2)
-    total_grad = faded.sum(-1) - faded.sum(-2) + (side_grad * parts.faded_side).sum(-1).unflatten(2, (-1, chunks.size)).sum(2)
-    rest = (rest_grad * parts.rest_key).sum(-1)
-    total_grad -= rest
-    total_grad[..., -1] += rest.sum(-1) + (kept_grad * parts.kept)[..., 0, 0]
-    marks_grad *= parts.between
-    if parts.beta is not None:
-        marks_grad[:, :, 1].diagonal(dim1=-2, dim2=-1).zero_()  # of which the system reads nothing
-    marks_grad = marks_grad.flatten(2, 3)
-    key_grad = torch.addcmul(marks_grad.transpose(-1, -2) @ parts.side.flatten(2, 3), rest_grad, parts.rest)
-    side_grad = torch.addcmul((marks_grad @ parts.key).view_as(parts.side), side_grad.view_as(parts.side), parts.faded[:, :, None])
-    found = [side_grad[:, :, 0], key_grad, added_grad, total_grad.flip(-1).cumsum(-1).flip(-1)]
-    if parts.beta is not None:
-        key_grad.addcmul_(side_grad[:, :, 1], parts.beta)
-        found[2] = added_grad * parts.beta
-        found.append((side_grad[:, :, 1] * parts.key).sum(-1) + (added_grad * parts.value).sum(-1))
-    state_grad = None if state is None else end_grads[0].index_select(0, chunks.levels[0].rank_N).to(state.dtype)
-    return state_grad, list(map(parts.joined, found))
+def _by_chunks(segments: Segments, state: Tensor | None, *columns: Tensor) -> tuple[Tensor, Tensor]:
+    """`gated_rule` in torch's operations."""
+    with _exact(columns[2]):
+        chunks = segments.chunks(columns[0].device)
+        parts = _Parts(columns, chunks)
+        out, ends = parts.passed(state)
+        last = [end.index_select(0, level.rank_N) for end, level in zip(ends, chunks.levels, strict=True)]
+        return parts.joined(out), torch.cat(last)
 
 
 @cache
