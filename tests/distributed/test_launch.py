@@ -43,7 +43,7 @@ def test_torchrun_and_the_command_take_these_arguments(words: list[str]) -> None
 
 
 def test_the_launch_commands_of_the_page_are_all_found() -> None:
-    assert len(list(launched())) == 6
+    assert len(list(launched())) == 5
     assert sum(block.startswith("#!/bin/bash\n#SBATCH") for block in BLOCKS) == 1
 
 
