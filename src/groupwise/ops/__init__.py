@@ -1,4 +1,4 @@
-"""What computes: the operations that models and objectives are made of, each with its gradient written out.
+"""What computes: the operations that models and objectives are made of, with their gradients.
 
 In: tensors. Out: tensors. `linear_cross_entropy` gives log-probs and entropies of chosen tokens without ever holding (tokens,
 vocabulary); `functional` has the blocks' operations (attention, MLP, norms, linear layers); `matmul` has the products, and
