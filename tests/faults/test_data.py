@@ -238,7 +238,7 @@ def test_h4_control_tokens_in_messages_are_said(rows: Callable) -> None:
 
     ids, same, report = prompt_of(path, control_tokens="plain")
     assert (ids.count(end), ids.count(system)) == (1, 0)
-    assert same == text == tokenizer.decode(ids) and report.warnings == ()
+    assert same == text == tokenizer.decode(ids) and not report.warnings
     assert report.noted == {"with control tokens in their messages, encoded as text": 1}
 
     _, text, report = prompt_of(path, control_tokens="drop")
