@@ -39,6 +39,7 @@ def make(prefix=""):
         if what == "burn": return 9 ** 9 ** 9
         if what == "segfault": ctypes.string_at(0)
         if what == "exit": os._exit(7)
+        if what == "exit -1": os._exit(-1)
         if what == "sys.exit": sys.exit(3)
         if what == "memory": return len(bytearray(4 << 30))
         if what == "raise": raise ValueError("no such luck")
@@ -124,7 +125,7 @@ def test_processor_time_is_a_deadline_of_its_own(hostile):
         assert pool.call("echo") == [""]
 
 
-@pytest.mark.parametrize(("what", "said"), [("segfault", "signal 11"), ("exit", "exit code 7")])
+@pytest.mark.parametrize(("what", "said"), [("segfault", "signal 11"), ("exit", "exit code 7"), ("exit -1", "exit code 255")])
 def test_r05_crashes_are_named(hostile, what, said):
     with Pool(hostile, size=1, seconds=20.0) as pool:
         with pytest.raises(Died) as died:
@@ -260,6 +261,25 @@ def test_what_a_fork_started_dies_with_it(process, tmp_path, how):
     fork.kill()
     assert gone(started)
     assert process.alive()
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_program_that_ignores_the_end_of_children_ends_its_processes_at_once(hostile, forked):
+    """`SIGCHLD` ignored, as some launchers leave it to what they start."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        process = WorkerProcess((lambda: lambda: os.getpid()) if forked else "os:getcwd")
+        if forked:
+            pid = process.call(seconds=WAIT)
+        else:
+            with pytest.raises(Raised):  # a text is no function; but the process answers
+                process.call(seconds=WAIT)
+            (pid,) = descendants(process._process.pid)
+        began = time.monotonic()
+        process.kill()
+        assert time.monotonic() - began < 8.0 and gone(pid)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_fork_that_ends_by_itself_leaves_nothing(process, tmp_path):

@@ -83,6 +83,7 @@ def supervise(
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM):  # launchers send them to all; the parent decides
         signal.signal(number, _nothing)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who has inherited that it is ignored hears of no child's end
     above = os.getpid()
     worker = os.fork()
     if worker == 0:

@@ -225,7 +225,7 @@ class WorkerProcess:
         code = None if self._process is None else self._process.returncode
         if code is None:  # a fork, whose status nobody hears of, or one that another thread is ending
             return Died("its process has ended")
-        ending = code - 128 if code > 128 else -code  # of a signal, by way of the supervisor
+        ending = code - 128 if 128 < code < 128 + signal.NSIG else -code  # of a signal, by way of the supervisor
         if ending == signal.SIGPROF:  # the worker's own timer
             return Died("no result within the processor time allowed", cpu=True)
         return Died(f"worker died (signal {ending})" if ending > 0 else f"worker died (exit code {code})")
@@ -266,6 +266,7 @@ class _Forked:
             with contextlib.suppress(AttributeError, ValueError, OSError):
                 stream.flush()
         self.returncode: int | None = None
+        self._waiting = threading.Lock()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # that there are other threads: see `LiveReward`
             self.pid = os.fork()
@@ -286,17 +287,19 @@ class _Forked:
 
     def wait(self, timeout: float = float("inf")) -> None:
         deadline = time.monotonic() + timeout
-        while self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # another thread has cleared it away, and is about to say how it ended
-                continue
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
+        while True:
+            with self._waiting:
+                if self.returncode is None:
+                    try:
+                        pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    except ChildProcessError:  # this program ignores SIGCHLD: nobody hears how it ended
+                        pid, status = self.pid, 0
+                    self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+                if self.returncode is not None:
+                    return
+            if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("fork", timeout)
-            else:
-                time.sleep(0.001)
+            time.sleep(0.001)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
