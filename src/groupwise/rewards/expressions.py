@@ -58,8 +58,8 @@ _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _RAISED_TO = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _TEXT = r"text(?:rm|bf|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|hbox|operatorname|boldsymbol|bm|emph|underline|mathop"
 _STYLED = re.compile(rf"\\(?:{_TEXT})\*?\s*\{{([^{{}}]*)\}}")
-_TEXT_IN = rf"\s*\{{\s*\\(?:{_TEXT})\s*\{{([^{{}}]*)\}}((?:\^\d)?)\s*\}}"
-_UNIT_FRACTION = re.compile(rf"\\frac{_TEXT_IN}{_TEXT_IN}")
+_WORDS_IN = r"\s*\{\s*\\(?:text|textrm|mathrm)\s*\{((?:[^\W\d_]| )+)\}((?:\^\d)?)\s*\}"
+_UNIT_FRACTION = re.compile(rf"(?<=[\d}})])(\s*)\\frac{_WORDS_IN}{_WORDS_IN}")
 _SILENT = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|nolimits|rm|bf|it|phantom\{[^{}]*\})(?![A-Za-z])\.?|\\color\{\w*\}"
 )
@@ -89,7 +89,7 @@ def plain(text: str) -> str:
     for one, other in _SAME:
         text = text.replace(one, other)
     text = _SPACES.sub(" ", _THOUSANDS.sub("", _SILENT.sub("", text)))
-    text = _STYLED.sub(_unstyled, _UNIT_FRACTION.sub(r"\\text{\1\2/\3\4}", text))
+    text = _STYLED.sub(_unstyled, _UNIT_FRACTION.sub(r"\1\\text{\2\3/\4\5}", text))
     text = _SHORT_FRACTION.sub(_braced, text)
     return _GROUPED.sub(lambda match: match.group().replace(" ", ""), text).strip()
 
