@@ -111,7 +111,7 @@ class LoopHarness:
         """Let an episode run beside the others."""
         with self._lock:
             loop = self._loop = self._loop or self._make()
-        ending = loop.begin(episode)
+        ending = loop.begin(_contained(episode))
         return HarnessRun(ending, ending.cancel)
 
     def close(self) -> None:
@@ -120,6 +120,14 @@ class LoopHarness:
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.close()
+
+
+async def _contained(episode: Coroutine[Any, Any, Ending]) -> Ending:
+    """The ending; an exception that would end the loop, and with it every episode, is a failure like others."""
+    try:
+        return await episode
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise EnvironmentFailure(failure_of(error)) from error
 
 
 class FunctionHarness(LoopHarness):

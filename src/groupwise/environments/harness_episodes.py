@@ -242,7 +242,9 @@ class HarnessEpisode:
     # ---- for the harness -----------------------------------------------------------------------------------------------------
 
     def start(self, harness: Harness) -> None:
-        """Let the harness run."""
+        """Let the harness run, unless the episode is over by now."""
+        if self._over is not None:
+            return
         request = EpisodeRequest(
             id=self.id,
             row=self.stream.prompt.row,

@@ -364,6 +364,17 @@ def test_async_harnesses_and_parallel_requests_of_one_episode(worlds, says, a_pr
     assert sum(played.trained) == len(played.tokens) == 6
 
 
+def test_an_async_harness_that_exits_ends_its_episode_alone(worlds, says, a_prompt, caplog):
+    async def harness(base_url, index):
+        if index == 0:
+            raise SystemExit("no licence")
+        return 1
+
+    world = worlds(harness)
+    assert [play(world, a_prompt, says(), index=i).finish for i in (0, 1)] == [Finish.ERROR, Finish.DONE]
+    assert "SystemExit: no licence" in caplog.text
+
+
 def test_at_most_so_many_harnesses_run(worlds, says, a_prompt):
     lock, now, most = threading.Lock(), [0], [0]
 
