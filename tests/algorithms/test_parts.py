@@ -232,6 +232,23 @@ class Power:
         resolved(text, credit="my_parts.py:Power")
 
 
+def test_options_that_a_class_inherits_are_checked(resolved: Callable) -> None:
+    text = """
+from __future__ import annotations
+from dataclasses import dataclass
+from groupwise.algorithms.losses import Clipped
+
+@dataclass(frozen=True)
+class Mine(Clipped):
+    share: float = 0.5
+"""
+    made = resolved(text, surrogate={"name": "my_parts.py:Mine", "low": "0.1", "share": 1})
+    assert (made.surrogate.low, made.surrogate.share) == (0.1, 1.0)
+    for wrong in ({"low": -3}, {"share": "much"}):
+        with pytest.raises(ConfigError, match=rf"group\.surrogate\.{next(iter(wrong))}: input should be"):
+            resolved(text, surrogate={"name": "my_parts.py:Mine", **wrong})
+
+
 def test_an_option_that_follows_from_a_setting_may_be_null() -> None:
     settings = GroupSettings(group_size=2, weights={"name": "constant", "length": None})
     assert describe(resolve("grpo", settings, 8).weights) == "constant(length=8)"

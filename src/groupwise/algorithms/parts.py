@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, cast, get_type_hints
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
@@ -169,7 +169,16 @@ def _signature(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return {n: p for n, p in named.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-_of_class = cache(_signature)
+@cache
+def _of_class(kind: type) -> Mapping[str, inspect.Parameter]:
+    named = _signature(kind)
+    if not is_dataclass(kind):
+        return named
+    try:
+        types = get_type_hints(kind, include_extras=True)  # a field that a class inherits is annotated where its parent is
+    except NameError:
+        return named
+    return {n: p.replace(annotation=types[n]) for n, p in named.items()}
 
 
 def with_options(part: Callable[..., Any], chosen: Mapping[str, Any]) -> Callable[..., Any]:
