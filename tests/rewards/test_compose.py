@@ -387,6 +387,28 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_line(functions, co
             build_rewards([RewardSettings(function=f"{place}:f")], columns=())
 
 
+def test_a_file_that_takes_its_process_with_it_is_one_mistake(functions):
+    path = functions("import os\nos._exit(9)\n")
+    with pytest.raises(ConfigError, match=rf"'{path}:f': cannot be imported: worker died \(exit code 9\)$"):
+        build_rewards([RewardSettings(function=f"{path}:{name}") for name in "fg"], columns=())
+
+
+def test_an_async_function_that_ends_its_process_blames_no_single_completion(functions, group):
+    path = functions(
+        """
+        import asyncio, os
+        async def f(completion):
+            await asyncio.sleep(0.05)
+            if completion == "b":
+                os._exit(7)
+            await asyncio.sleep(3600)
+        """
+    )
+    rewards = build_rewards([RewardSettings(function=f"{path}:f")], columns=())
+    with rewards, pytest.raises(RewardError, match=r"did not return: worker died \(exit code 7\); on 0#0, 0#1\n"):
+        rewards.score([group("a", "b", id="0")])
+
+
 @pytest.mark.parametrize("prefix", ["", "async "])
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_r02_a_function_of_one_completion_names_the_one(one, group, prefix, timeout):

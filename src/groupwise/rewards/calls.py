@@ -173,6 +173,7 @@ class Host:
             if isinstance(error, Raised) and error.kind == "ConfigError":
                 raise ConfigError(error.message) from None
             why = str(error)
+        self.kill()
         raise ConfigError(f"reward function {spec!r}: cannot be imported: {why}")
 
     def run(self, calls: Sequence[RewardCall], stop: threading.Event) -> list[Outcome]:
@@ -193,9 +194,11 @@ class Host:
                 late = [call for call in late if order_of(call) == order_of(late[0])] if late[0].asynchronous else late[:1]
             except (Died, Raised) as error:
                 self.kill()
-                call = left[len(answers)]
-                text = None if call.asynchronous else call.text
-                raise failure(call.reward, call.labels, f"did not return: {error}", text) from None
+                call, *others = left[len(answers) :]
+                labels, text = [*call.labels], call.text
+                if call.asynchronous:  # on any of those that it had begun
+                    labels, text = labels + [label for one in others if one.reward == call.reward for label in one.labels], None
+                raise failure(call.reward, labels, f"did not return: {error}", text) from None
             outcomes += outcomes_of(left, answers)
             outcomes += [out_of_time(call, time_limit(call), late) for call in late]
         return outcomes

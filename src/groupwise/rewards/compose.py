@@ -136,8 +136,10 @@ def build_rewards(
                     continue
                 if live is not None:
                     signature = read_signature(live.function, name, one.args, offered)
+                elif (host := files[file_of(one.function)]).worker is None:
+                    continue  # that the file cannot be imported is one mistake
                 else:
-                    signature = files[file_of(one.function)].describe(one.function, name, one.args, offered)
+                    signature = host.describe(one.function, name, one.args, offered)
                 rewards.append(
                     Reward(
                         name=name,
