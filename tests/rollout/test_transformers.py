@@ -104,14 +104,10 @@ def test_episodes_are_what_a_forward_pass_gives(family, cut, policy_of, prompts_
     options = {"sliding_window": 6} if family in ("mistral", "gemma2") else {}
     policy = policy_of(family, context=128, eos_ids=(1, 2, 3), sharpness=1.0, **options)
     sampling, told = Sampling(max_new_tokens=40), None
-    passes = []
-    policy.model.register_forward_pre_hook(lambda _, __, given: passes.append(given["input_ids"].shape[1]), with_kwargs=True)
     for rows, delays in ((3, 0), (1, None), (16, 1)):
         world = scripted_world(cut=cut, cut_to="other", delays=delays)
         engine = TransformersEngine(policy, max_rows=rows, world=world)
-        passes.clear()
         groups = list(engine.generate(prompts_of(9, 30), group_size=3, sampling=sampling, seed=2))
-        computed = sum(passes)
         found = {(rollout.prompt.id, rollout.index): rollout for group in groups for rollout in group}
         for name, rollout in found.items():
             talk = world.begun[name]
@@ -123,10 +119,6 @@ def test_episodes_are_what_a_forward_pass_gives(family, cut, policy_of, prompts_
         transcripts = {name: rollout.tokens.tolist() for name, rollout in found.items()}
         assert told is None or transcripts == told
         told = transcripts
-        if not cut:
-            kept = sum(rollout.prompt.tokens.size + max(len(rollout) - 1, 0) for rollout in found.values())
-            # What stands before a turn is computed once where it is kept, and again for every turn where it is not.
-            assert (computed <= kept) if family in ("gpt2", "llama") else (computed > kept)
 
 
 class _Held(TorchDispatchMode):

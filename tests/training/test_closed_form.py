@@ -18,9 +18,9 @@ from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import WholeLoss
 from groupwise.records import Branch, Sample, Scored
 from groupwise.training.closed_form import RecordedLoss, closed_form
-from groupwise.training.loss import Loss, entropy_tokens, with_forking, with_gradient
+from groupwise.training.loss import Loss
 from groupwise.training.passes import BatchPass, batches_of, score
-from groupwise.training.samples import sample_of, weigh
+from groupwise.training.samples import entropy_tokens, sample_of, weigh, with_forking, with_gradient
 from groupwise.training.signals import add_signals
 
 SETTINGS = {

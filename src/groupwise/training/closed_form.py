@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +23,10 @@ from groupwise.algorithms.parts import called, checked_loss, fact
 from groupwise.algorithms.table import Algorithm
 from groupwise.errors import DataError
 from groupwise.records import Sample
-from groupwise.training.loss import entropy_tokens, with_forking, with_gradient
-from groupwise.training.passes import Assessment
-from groupwise.training.samples import SIGNALS
+from groupwise.training.samples import SIGNALS, entropy_tokens, with_forking, with_gradient
+
+if TYPE_CHECKING:
+    from groupwise.training.passes import Assessment
 
 Tokens = Mapping[tuple[str, int], np.ndarray]
 """By group and index of a completion: a number per token (n,)."""

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.losses import Mismatch, Terms, forking
+from groupwise.algorithms.losses import Mismatch, Terms
 from groupwise.algorithms.parts import called, checked_loss, fact, name_of
 from groupwise.algorithms.table import Algorithm
 from groupwise.models.moe import router_coefficient
@@ -26,7 +25,7 @@ from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample
 from groupwise.training.critics import Critic
 from groupwise.training.passes import BatchPass, score, seen_by
-from groupwise.training.samples import POLICY, SIGNALS, WEIGHT
+from groupwise.training.samples import POLICY, SIGNALS, WEIGHT, entropy_tokens, with_forking, with_gradient
 from groupwise.training.teachers import Teacher, with_demonstrations
 
 
@@ -155,39 +154,6 @@ def step_loss(
         samples = with_demonstrations(algorithm, samples, teacher.demonstrations.of(number))
     computed = list(samples) if router_coefficient(policy) > 0.0 else with_gradient(algorithm, samples)
     return Loss(algorithm=algorithm, samples=computed, entropy_tokens=tokens, critic=critic, teacher=teacher)
-
-
-def with_gradient(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples that a step computes: exactly the same step for less work.
-
-    Those whose advantages are all 0 are left out where nothing else gives them a gradient.  (A loss that balances experts does, and
-    a caller that has one computes all.)  Demonstrations have indices below 0.
-    """
-    return [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead or sample.index < 0]
-
-
-def with_forking(algorithm: Algorithm, samples: Sequence[Sample], entropies: Sequence[np.ndarray]) -> list[Sample]:
-    """The samples of a whole step with the column `forking`: 1 for every token that a high-entropy mask keeps, else 0.
-
-    entropies: per sample (n,), nats.
-    """
-    if not samples:
-        return []
-    trained = [sample.weight != 0 for sample in samples]
-    entropy_N = np.concatenate([values[rows] for values, rows in zip(entropies, trained, strict=True)])
-    forking_N = forking(torch.from_numpy(entropy_N), algorithm.entropy_quantile).numpy()
-    ends = np.cumsum([np.count_nonzero(rows) for rows in trained])
-    columns = [np.zeros(rows.size) for rows in trained]
-    for column, rows, values in zip(columns, trained, np.split(forking_N, ends[:-1]), strict=True):
-        column[rows] = values
-    return [replace(one, extra={**one.extra, "forking": column}) for one, column in zip(samples, columns, strict=True)]
-
-
-def entropy_tokens(algorithm: Algorithm, samples: Sequence[Sample]) -> float:
-    """Tokens of a whole step over which an entropy bonus is a mean: the trained ones, or those that a high-entropy mask keeps.  1
-    where there are none."""
-    columns = [sample.extra["forking"] if algorithm.needs_forking else sample.weight for sample in samples]
-    return float(max(sum(map(np.count_nonzero, columns)), 1))
 
 
 def weight(batch: Batch, name: str, rows_C: Tensor) -> Tensor:
