@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -249,6 +250,40 @@ def test_a_fork_is_a_copy_that_is_killed_alone(process):
         other.call("sleep", seconds=0.2)
     assert gone(pids[2])
     assert process.call("calls", seconds=WAIT) == 3
+
+
+def test_a_fork_that_waits_for_an_answer_holds_up_no_other_start(process, hostile):
+    process.ready()
+    threads = []
+    for work in (lambda: process.call("sleep", seconds=WAIT), process.fork):
+        threads.append(threading.Thread(target=_until_it_has_died, args=(work,)))
+        threads[-1].start()
+        time.sleep(0.1)
+    other = WorkerProcess(hostile)
+    assert other.call("echo", seconds=WAIT) == [""]
+    assert all(thread.is_alive() for thread in threads)
+    for one in (process, other):
+        one.kill()
+    for thread in threads:
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+def _until_it_has_died(work):
+    with contextlib.suppress(Died):
+        work()
+
+
+@pytest.mark.skipif(not LINUX, reason="open files are counted in /proc")
+def test_a_fork_that_cannot_be_made_leaves_no_socket(process):
+    process.ready()
+    before = len(os.listdir("/proc/self/fd"))
+    os.kill(process._process.pid, signal.SIGKILL)
+    while process.alive():
+        time.sleep(0.01)
+    with pytest.raises(Died):
+        process.fork()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("how", ["child", "session", "daemon"])

@@ -157,15 +157,14 @@ class WorkerProcess:
     def fork(self) -> WorkerProcess:
         """A copy of the process as it is now, which is killed alone; it ends with this one."""
         self.ready()
-        with _starting:
-            (lifeline, other), (channel, remote) = socket.socketpair(), socket.socketpair()
-            _ends.update((lifeline, channel))
-            with other, remote, self._watched():
-                send(self._channel, b"", time.monotonic() + SEND_SECONDS, [other, remote])
         fork = object.__new__(WorkerProcess)
-        fork._lifeline, fork._channel, fork._process, fork._begun = lifeline, channel, None, None
-        fork._asking = threading.RLock()
-        weakref.finalize(fork, _end, os.getpid(), None, lifeline, channel)
+        with self._asking, _starting:  # in this order: who waits for an answer holds up no other start
+            (fork._lifeline, lifeline), (fork._channel, channel) = socket.socketpair(), socket.socketpair()
+            _ends.update((fork._lifeline, fork._channel))
+            weakref.finalize(fork, _end, os.getpid(), None, fork._lifeline, fork._channel)
+            with lifeline, channel, self._watched():
+                send(self._channel, b"", time.monotonic() + SEND_SECONDS, [lifeline, channel])
+        fork._process, fork._begun, fork._asking = None, None, threading.RLock()
         return fork
 
     def call(self, *request: Any, seconds: float) -> Any:
