@@ -175,6 +175,34 @@ def test_single_arguments(text: str, expected: dict[str, object]) -> None:
         assert got == (pytest.approx(value) if isinstance(value, float) else value), key
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "shuffle"),
+    [
+        ("SFTConfig", "", None),
+        ("SFTConfig", "shuffle_dataset: false", None),  # the sampler is random all the same
+        ("SFTConfig", "train_sampling_strategy: sequential", False),
+        ("SFTConfig", "train_sampling_strategy: sequential\nshuffle_dataset: true", None),
+        ("DPOConfig", "train_sampling_strategy: sequential", False),
+        ("GRPOConfig", "train_sampling_strategy: sequential", None),  # it has a sampler of its own
+        ("GRPOConfig", "shuffle_dataset: false", False),
+    ],
+)
+def test_rows_are_taken_in_their_order_where_trl_does(kind: str, text: str, shuffle: bool | None) -> None:
+    assert read(f"max_steps: 5\n{text}\n", kind=kind).keys.get("data.shuffle") is shuffle
+
+
+def test_a_reference_of_pairs_that_shall_not_move_is_no_loss() -> None:
+    assert "not supported yet" not in read("beta: 0.1\nsync_ref_model: false\n", kind="DPOConfig").by_fate()
+    assert "not supported yet" in read("beta: 0.1\nsync_ref_model: true\n", kind="DPOConfig").by_fate()
+
+
+def test_names_with_a_type_and_exported_variables_are_read() -> None:
+    assert (
+        read(script("LR: float = 3e-6\nN: int", 'reward_funcs="a/judge"', "learning_rate=LR"), "a.py").keys["optimizer.lr"] == 3e-6
+    )
+    assert read("export LR=3e-6\ntrl grpo --learning_rate $LR\n", "a.sh").keys["optimizer.lr"] == 3e-6
+
+
 def test_what_cannot_be_carried_over_is_said() -> None:
     imported = read(
         "num_generations: 8\nrepetition_penalty: 1.1\nload_in_4bit: true\npacking: true\nlogging_steps: 5\nlerning_rate: 1\n"

@@ -210,9 +210,12 @@ def _system_prompt(trl: Configuration) -> None:
 
 
 def _shuffle(trl: Configuration) -> None:
-    """TRL's default is ours but in SFT."""
-    if trl.kind == "SFTConfig" or trl.arguments.get("shuffle_dataset") is False:
-        trl.write("data.shuffle", bool(trl.get("shuffle_dataset")), "shuffle_dataset")
+    """Where rows are taken in their order: of trainers without completions by the sampler, whatever they shuffle before."""
+    if trl.online:
+        if trl.arguments.get("shuffle_dataset") is False:
+            trl.write("data.shuffle", False, "shuffle_dataset")
+    elif trl.arguments.get("train_sampling_strategy") == "sequential" and not trl.arguments.get("shuffle_dataset"):
+        trl.write("data.shuffle", False, "train_sampling_strategy")
 
 
 def _prompt_length(trl: Configuration) -> None:
@@ -411,9 +414,11 @@ def _kl(trl: Configuration) -> None:
 
 
 def _moving_reference(trl: Configuration) -> None:
+    if not trl.arguments.get("sync_ref_model"):
+        return
     if trl.kind == "DPOConfig":
         trl.note("sync_ref_model", "missing", "the reference of pairs does not move")
-    elif trl.online and trl.arguments.get("sync_ref_model"):
+    elif trl.online:
         every = trl.our_steps("ref_model_sync_steps", None) or 1
         trl.write("group.reference_refresh", every, "ref_model_sync_steps", "sync_ref_model")
         trl.write("group.reference_mix", trl.number("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
@@ -645,7 +650,7 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("eval_dataset", "data.eval_path", "a file or hub name; in Python data={'path': ..., 'eval_path': rows}", _data),
     ("dataset_config", "data.path", "NAME:CONFIG", _data),
     ("train_dataset", "data.path", "a file or hub name; in Python data=rows", _data),
-    ("train_sampling_strategy", "data.shuffle", "true for random"),
+    ("train_sampling_strategy", "data.shuffle", "false for sequential, of SFT, reward models and DPO", _shuffle),
     ("system_prompt", "data.system", "with data.chat: true", _system_prompt),
     ("max_length max_seq_length", "data.too_long",
      "rows longer than the model's context are dropped or cut; there is no shorter limit"),

@@ -50,7 +50,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
         "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
         "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
     },
-    "SFTConfig": {"learning_rate": 2e-5, "shuffle_dataset": False},
+    "SFTConfig": {"learning_rate": 2e-5},
     "RewardConfig": {"learning_rate": 1e-4},
     "DPOConfig": {"learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid"},
 }  # fmt: skip

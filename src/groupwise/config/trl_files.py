@@ -75,7 +75,8 @@ def _read_command(file: Path, text: str, kind: str | None, devices: int) -> Conf
         lines = [shlex.split(line, comments=True) for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
     except ValueError as error:
         raise ConfigError(f"{file} is no shell script that can be read: {error}") from error
-    variables = {name: value for words in lines if len(words) == 1 for name, value in re.findall(r"(?s)^(\w+)=(.*)$", words[0])}
+    settings = [words[words[:1] == ["export"] :] for words in lines]
+    variables = {name: value for words in settings if len(words) == 1 for name, value in re.findall(r"(?s)^(\w+)=(.*)$", words[0])}
     started = [(words, place) for words in lines if (place := _program(words)) is not None]
     if len(started) != 1:
         raise ConfigError(f"{file} starts {len(started)} scripts with arguments, and one is needed: keep it in a file of its own")

@@ -71,7 +71,9 @@ class Script:
         self.constants = {
             target.id: node.value
             for node in nodes
-            if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name) and names[target.id] == 1
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name) and names[target.id] == 1
         }
         """Names that are assigned once in the whole script, and what to."""
         self.definitions = {node.name for node in tree.body if isinstance(node, DEFINITIONS)}
