@@ -1,8 +1,9 @@
 """What runs in a worker process (`processes.py`): a worker that answers requests on its main thread, under a supervisor.
 
 The supervisor runs no user code.  It waits until the worker ends or the parent closes the lifeline (which every death of the parent
-does), then kills the worker and all its descendants, also those in sessions of their own, and exits with the worker's status.  Only
-Linux can adopt orphans; elsewhere the worker's process group is killed.  A fork of a worker has a supervisor of its own.
+does), then kills the worker and all its descendants, also those in sessions of their own, and exits with the worker's status, or
+128 and the number of the signal that ended it.  Only Linux can adopt orphans; elsewhere the worker's process group is killed.  A
+fork of a worker has a supervisor of its own.
 
 What workers print goes through the supervisor to standard error, so much of it as `Output` lets pass.
 
@@ -98,26 +99,24 @@ def supervise(
     waiting.register(lifeline, select.POLLIN)
     if output is not None:
         waiting.register(output.open(), select.POLLIN)
-    status, parent_ended = None, False
+    status, children, parent_ended = None, True, False
     while status is None and not parent_ended:
         ready = {descriptor for descriptor, _ in waiting.poll(NOTICED)}
         if output is not None and output.reader in ready and not output.pass_on():
             waiting.unregister(output.reader)
-        status = _reap(worker)
+        status, children = _reap(worker)
         parent_ended = lifeline.fileno() in ready  # nothing is ever sent: this is its end
     if not LINUX:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker, signal.SIGKILL)
     give_up = time.monotonic() + 10.0
-    while (left := descendants(os.getpid())) or status is None:
-        for process in left:
+    while children and time.monotonic() < give_up:
+        for process in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.001)
-        ended = _reap(worker)
+        ended, children = _reap(worker)
         status = ended if status is None else status
-        if time.monotonic() > give_up:
-            break
     if output is not None:
         output.close()
     code = os.waitstatus_to_exitcode(signal.SIGKILL if status is None else status)
@@ -208,13 +207,15 @@ def _be_a_worker(above: int) -> None:
         os.register_at_fork(after_in_child=lambda number=number, usual=usual: signal.signal(number, usual))
 
 
-def _reap(worker: int) -> int | None:
-    """Clear away the children that have ended; the worker's status if it is one of them."""
+def _reap(worker: int) -> tuple[int | None, bool]:
+    """Clear away the children that have ended: the worker's status if it is one of them, and whether any child is left."""
     status = None
-    with contextlib.suppress(ChildProcessError):
+    try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             status = ended[1] if ended[0] == worker else status
-    return status
+    except ChildProcessError:
+        return status, False
+    return status, True
 
 
 def descendants(root: int) -> list[int]:
