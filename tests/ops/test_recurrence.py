@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from groupwise.ops import recurrence
 from groupwise.ops.recurrence import Recurrence, Segments, convolve, fla_kernel, gated_rule
@@ -167,6 +169,28 @@ def test_autocast_does_not_touch_the_rule() -> None:
 def test_a_stream_of_filler_alone_computes() -> None:
     layout = Layout(start=(), length=(), prefix=(), total=1)
     assert stream(layout).rule((0, 1), *columns_of(1, True)).shape == (1, H, V)
+
+
+class Computed(TorchDispatchMode):
+    """Counts the numbers that operations give."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self.count += sum(one.numel() for one in tree_leaves(results) if isinstance(one, Tensor))
+        return results
+
+
+def test_the_work_of_a_long_segment_is_linear_in_its_length() -> None:
+    counts = []
+    for chunks in (16, 32):
+        layout = layout_of([(0, [chunks * CHUNK])], 0)
+        columns = columns_of(layout.total, True)
+        with Computed() as computed:
+            stream(layout).rule((0, 1), *columns).sum().backward()
+        counts.append(computed.count)
+    assert counts[1] < 2.2 * counts[0]
 
 
 def test_steady_decay_over_many_chunks_stays_finite() -> None:

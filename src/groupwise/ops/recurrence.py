@@ -291,7 +291,12 @@ class _Parts:
 
     def passed(self, state: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Let states pass -> outputs, and last states by level."""
-        outputs, ends, begin, size = list[Tensor](), list[Tensor](), 0, self.chunks.size
+        outputs, ends, size = list[Tensor](), list[Tensor](), self.chunks.size
+        counts = [count for level in self.chunks.levels for count in level.counts]
+        # Split at once: a slice's gradient is as large as what it was taken from, and there is one for each step.
+        columns = [self.added, self.marks[:, :, 0], self.faded_side, self.rest_key, self.kept]
+        columns += [] if self.solver is None else [self.solver]
+        steps = zip(*(column.split(counts) for column in columns), strict=True)
         for level in self.chunks.levels:
             if level.prefix_N is not None:
                 state = ends[-1].index_select(0, level.prefix_N)
@@ -299,18 +304,16 @@ class _Parts:
                 state = state.index_select(0, level.order_N).to(self.value.dtype)
             ended = list[Tensor]()
             for count in level.counts:
-                at = slice(begin, begin + count)
-                begin += count
-                added, inside = self.added[at], self.marks[at, :, 0]
+                added, inside, faded_side, rest_key, kept, *solver = next(steps)
                 if state is not None and count < state.shape[0]:
                     ended.append(state[count:])
                     state = state[:count]
-                read = None if state is None else self.faded_side[at] @ state
-                if self.solver is not None:
-                    added = self.solver[at] @ (added if read is None else added - read[:, :, size:])
+                read = None if state is None else faded_side @ state
+                if solver:
+                    added = solver[0] @ (added if read is None else added - read[:, :, size:])
                 outputs.append(inside @ added if read is None else inside @ added + read[:, :, :size])
-                new = self.rest_key[at].transpose(-1, -2) @ added
-                state = new if state is None else torch.addcmul(new, state, self.kept[at])
+                new = rest_key.transpose(-1, -2) @ added
+                state = new if state is None else torch.addcmul(new, state, kept)
             assert state is not None
             ends.append(torch.cat([state, *reversed(ended)]))
         return torch.cat(outputs), ends
