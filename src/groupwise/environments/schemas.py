@@ -220,7 +220,8 @@ def _typed(schema: Any, value: Any) -> Any:
             raise _Misfit
         return [_typed(one, inner) for one, inner in zip(first, value, strict=True)]
     if isinstance(value, dict):
-        return {key: _typed(schema.get("additionalProperties"), inner) for key, inner in value.items()}
+        known, other = schema.get("properties") or {}, schema.get("additionalProperties")
+        return {key: _typed(known.get(key, other), inner) for key, inner in value.items()}
     return value
 
 
