@@ -191,6 +191,18 @@ def test_a_worker_that_died_between_calls_is_replaced(hostile):
         assert pool.call("echo", 1) == ["", 1]
 
 
+def test_the_answer_to_a_call_that_was_interrupted_is_not_the_next_ones(hostile, monkeypatch):
+    def interrupted(process: WorkerProcess, deadline: float) -> None:
+        raise KeyboardInterrupt
+
+    with Pool(hostile, size=1, seconds=20.0) as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(WorkerProcess, "receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.call("echo", 1)
+        assert pool.call("echo", 2) == ["", 2]
+
+
 def test_any_thread_and_asyncio_may_call(hostile):
     with Pool(hostile, size=2, seconds=20.0) as pool:
         results: list[object] = []

@@ -360,6 +360,9 @@ class Pool:
                 if error.kind == "MemoryError":  # it may be left with a heap full of holes
                     process.kill()
                 raise
+            except BaseException:  # an interrupt, say: its answer to this call must not become that to the next
+                process.kill()
+                raise
             finally:
                 self._busy.discard(process)
                 if process.alive() and (self.max_calls is None or calls + 1 < self.max_calls):
