@@ -249,6 +249,17 @@ class Mine(Clipped):
             resolved(text, surrogate={"name": "my_parts.py:Mine", **wrong})
 
 
+@pytest.mark.parametrize("annotation", ["np.NoSuch", "NoSuch", "int[float]", "an array"])
+def test_an_annotation_that_means_nothing_at_run_time_checks_nothing(annotation: str, resolved: Callable, scored: Callable) -> None:
+    text = f"""
+import numpy as np
+def credit(groups: {annotation!r}, *, factor=1.0):
+    return [[factor * r for r in group.reward] for group in groups]
+"""
+    made = resolved(text, credit={"name": "my_parts.py:credit", "factor": 2.0})
+    assert made.advantages([scored([3.0, 1.0])])[0][0].tolist() == [6.0, 6.0]
+
+
 def test_an_option_that_follows_from_a_setting_may_be_null() -> None:
     settings = GroupSettings(group_size=2, weights={"name": "constant", "length": None})
     assert describe(resolve("grpo", settings, 8).weights) == "constant(length=8)"

@@ -161,10 +161,14 @@ def parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in _signature(part).items() if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
 
 
+_UNREAD = (NameError, AttributeError, TypeError, SyntaxError)
+"""What reading an annotation raises that is written as a text and means nothing at run time."""
+
+
 def _signature(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         named = inspect.signature(part, eval_str=True).parameters
-    except NameError:  # names that are there for type checkers alone
+    except _UNREAD:  # names that are there for type checkers alone
         named = inspect.signature(part).parameters
     return {n: p for n, p in named.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
@@ -176,7 +180,7 @@ def _of_class(kind: type) -> Mapping[str, inspect.Parameter]:
         return named
     try:
         types = get_type_hints(kind, include_extras=True)  # a field that a class inherits is annotated where its parent is
-    except NameError:
+    except _UNREAD:
         return named
     return {n: p.replace(annotation=types[n]) for n, p in named.items()}
 

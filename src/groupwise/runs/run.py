@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakSet
@@ -79,12 +79,17 @@ _loops: WeakSet[Generator[Step]] = WeakSet()
 
 def _leave(process: int) -> None:
     """When a program ends between two steps, leave its loops; a fork of it leaves none."""
-    for steps in list(_loops) if os.getpid() == process else ():
-        if comm.world().size == 1:
-            steps.close()
-        else:
-            with suppress(_ProgramEnds):
-                steps.throw(_ProgramEnds())
+    with ExitStack() as leaving:  # all are left, also where one raises
+        for steps in list(_loops) if os.getpid() == process else ():
+            leaving.callback(_leave_one, steps)
+
+
+def _leave_one(steps: Generator[Step]) -> None:
+    if comm.world().size == 1:
+        steps.close()
+    else:
+        with suppress(_ProgramEnds):
+            steps.throw(_ProgramEnds())
 
 
 class _ProgramEnds(Ended):
