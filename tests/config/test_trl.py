@@ -1082,3 +1082,16 @@ def test_the_command_writes_a_recipe_and_says_what_is_lost(capsys: pytest.Captur
     assert yaml.safe_load(capsys.readouterr().out)["objective"] == "bnpo"
     assert main(["recipes", "import-trl"]) == 2
     assert main(["recipes", "copy", "x", "--devices", "3"]) == 2
+
+
+def test_what_could_not_be_read_is_still_to_set_and_no_default_of_trls(tmp_path: Path) -> None:
+    script = """
+from trl import GRPOConfig
+GRPOConfig(learning_rate=float(x), seed=int(x), gradient_accumulation_steps=int(x), num_generations=4, beta=0.1)
+"""
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    imported = import_trl(tmp_path / "train.py")
+    assert imported.keys["group.beta"] == 0.1 and imported.keys["group.group_size"] == 4
+    for key in ("optimizer.lr", "seed", "group.prompts_per_step"):
+        assert key not in imported.keys
+        assert any(need.startswith(f"{key}, which follows from ") for need in imported.needed), key

@@ -111,6 +111,8 @@ def translated(trl: Configuration) -> Imported:
         values = ", ".join(f"{key} {flow(trl.keys.pop(key).value)}" for key in default)
         if values:
             trl.need(f"what {OPEN} sets of these, which are TRL's where it sets nothing: {values}")
+    for key in [key for key, one in trl.keys.items() if trl.lost.intersection(one.names)]:
+        trl.need(f"{key}, which follows from {', '.join(trl.keys.pop(key).names)}")
     order = list(settings_table())
     keys = {key: trl.keys[key] for key in sorted(trl.keys, key=order.index)}
     return Imported(

@@ -275,7 +275,7 @@ def _batch(trl: Configuration) -> None:
     trl.write("group.group_size", batch.size, "num_generations", fate="changed" if uneven else None)
     says = f"{batch.completions} completions of a rollout / {batch.size}"
     says += f" is {Fraction(batch.completions, batch.size)}: rounded" if uneven else ""
-    trl.write("group.prompts_per_step", batch.prompts, *names, "generation_batch_size", says=says)
+    trl.write("group.prompts_per_step", batch.prompts, *names, "generation_batch_size", *trl.lost & {"num_generations"}, says=says)
     if batch.passes != batch.pieces:
         names = ("steps_per_generation", "generation_batch_size")
         trl.write("group.minibatches", batch.minibatches, *names, says=f"{batch.passes} / {batch.pieces}")

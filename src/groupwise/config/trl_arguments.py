@@ -209,10 +209,15 @@ class Configuration:
         """Raises ConfigError for an argument's value."""
         raise ConfigError(f"{name}={self.get(name)!r}: no value that TRL takes ({why})")
 
+    @property
+    def lost(self) -> set[str]:
+        """Arguments that stand in the file and could not be read."""
+        return {line.name for line in self.unread if line.fate is None}
+
     def write(self, key: str, value: Any, *names: str, says: str = "", fate: Fate | None = None) -> None:
         """Set a key, if runs of TRL's class have it.   names: the arguments that it is from."""
         if self.kind in SECTIONS.get(key.partition(".")[0], (self.kind,)):
-            sources = tuple(name for name in names if name in self.arguments)
+            sources = tuple(name for name in names if name in self.arguments or name in self.lost)
             self.keys[key] = Written(value, sources or names[:1], not sources, says, fate)
 
     def note(self, name: str, fate: Fate, says: str) -> None:
