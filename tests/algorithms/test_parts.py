@@ -184,7 +184,7 @@ def test_what_a_ratio_a_surrogate_or_a_kl_of_ones_own_gives_is_checked(
 def test_what_weights_of_ones_own_give_is_checked(text: str, message: str, resolved: Callable) -> None:
     algorithm = resolved(text, weights="my_parts.py:f")
     with pytest.raises(ConfigError, match=rf"the weights 'f' \(my_parts.py:1\) {message}"), np.errstate(divide="ignore"):
-        algorithm.weigh(np.array([1, 2, 0]), np.array([0, 0, 1]))
+        algorithm.token_weights(np.array([1, 2, 0]), np.array([0, 0, 1]))
 
 
 @pytest.mark.parametrize("kind", ["credit", "ratio", "surrogate", "weights", "filter"])

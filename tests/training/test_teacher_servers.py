@@ -110,8 +110,8 @@ def test_servers_say_what_the_checkpoint_says(tiny_policy: Callable, serve: Call
     one, two = serve(other), serve(other)
     hint = lambda prompt: np.array([7, 8])  # noqa: E731
     for options in ({}, {"hint": hint}):
-        remote = Teacher(policy=policy, servers=greeted(policy, one, two), **options).before(groups)
-        here = Teacher(policy=other, **options).before(groups)
+        remote = Teacher(policy=policy, servers=greeted(policy, one, two), **options).with_hints(groups)
+        here = Teacher(policy=other, **options).with_hints(groups)
         found, expected = (add_signals(groups, ALGORITHMS["distill"], teacher=teacher, budget=200) for teacher in (remote, here))
         for ours, theirs in zip(found, expected, strict=True):
             for a, b in zip(ours.signals["teacher_logp"], theirs.signals["teacher_logp"], strict=True):

@@ -182,7 +182,7 @@ def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list
     """The teacher's distributions are those after hint and prompt, put into the order of the policy's rows."""
     policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
     hints = {"0/0": [7, 8, 9], "0/1": [11], "0/4": [12, 13, 14, 15]}
-    teacher = Teacher(policy=other, hint=lambda prompt: np.array(hints[prompt.id])).before(groups)
+    teacher = Teacher(policy=other, hint=lambda prompt: np.array(hints[prompt.id])).with_hints(groups)
     algorithm = resolve("distill", GroupSettings(group_size=4), 12)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     expected = torch.zeros((), dtype=F64)
@@ -196,7 +196,7 @@ def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list
     by_hand = log_probs(other, np.concatenate([hints["0/0"], own.prompt]), own).detach().numpy()
     np.testing.assert_allclose(first.signals["teacher_logp"][2], by_hand[np.arange(5), own.completion], atol=1e-10)
     with pytest.raises(ConfigError, match=r"teacher\.hint: with it prompt 0/0 and its longest completion have 117 tokens"):
-        Teacher(policy=other, hint=lambda prompt: np.arange(100)).before(groups)
+        Teacher(policy=other, hint=lambda prompt: np.arange(100)).with_hints(groups)
 
 
 def test_demonstrations_weigh_what_they_are_said_to(tiny_policy: Callable, groups: list[Scored]) -> None:
@@ -304,7 +304,7 @@ def test_a_teacher_has_the_frequencies_of_each_length(tiny_policy: Callable, gro
     assert not policy.switches
     algorithm = resolve("distill", GroupSettings(group_size=4), 12)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
-    for teacher in (Teacher(policy=other), Teacher(policy=other, hint=lambda prompt: np.array([7, 8])).before(groups)):
+    for teacher in (Teacher(policy=other), Teacher(policy=other, hint=lambda prompt: np.array([7, 8])).with_hints(groups)):
         expected = torch.zeros((), dtype=F64)
         for sample, read in zip(samples, teacher.read(samples), strict=True):
             log_q = log_probs(policy, sample.prompt, sample)

@@ -1,8 +1,9 @@
 """Per-token policy losses and the other losses of post-training.  Pure functions of tensors: no model, no setting, no collective.
 
-Everything is minimised, unweighted, and free of device synchronisation; log-probabilities are in nats.  A loss is made of a
-ratio level (how far the policy has moved from the one that sampled), a surrogate (what is done with ratio and advantage), and a
-KL estimator (`kl_estimators.py`).
+Everything is minimised, unweighted, and free of device synchronisation; log-probabilities are in nats.  In the order of the file:
+ratio levels (how far the policy has moved from the one that sampled), surrogates (what is done with ratio and advantage), extra
+terms (a critic's loss, a teacher's), masks and corrections.  `table.Algorithm.loss` puts them together with a KL
+(`kl_estimators.py`).
 
 M trained tokens of one micro-batch   S its completions   R pairs or completions   l log-prob under the policy
 b the same under the behaviour policy, which sampled   ref the same under the reference   rho = exp(l - b)
@@ -72,7 +73,7 @@ class Terms:
     sampler_logp_M: Tensor | None = None
     """The log-probs of the engine that sampled.  None: they are b."""
     mismatch: Mismatch | None = None
-    """Only then: what corrects for it."""
+    """What corrects the loss where `sampler_logp_M` is not b, else None."""
     sampled_M: Tensor | None = None
     """bool: the tokens of rollouts.  None: all; the others are of demonstrations, which nobody sampled."""
     signals: Mapping[str, Tensor] = field(default_factory=dict)
@@ -266,9 +267,10 @@ class Silent(Surrogate):
 
 @dataclass(frozen=True)
 class ValueLoss(Term):
-    """`0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`: what a critic learns (`clipped_value`).
+    """`0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`: what a critic learns.
 
-    R is NaN where nothing is to be learnt.  `resolve` sets both options to those of a recipe's `critic`.
+    V is the value now, V_old the value before the step's first update, R the return, NaN where nothing is to be learnt.  `resolve`
+    sets both options to those of a recipe's `critic`.
     """
 
     clip: MaybeNotNegative = 0.2
@@ -281,6 +283,18 @@ class ValueLoss(Term):
         known_M = ~return_M.isnan()
         loss_M = clipped_value(terms.value_M, before_M, return_M.where(known_M, before_M), clip=self.clip)
         return self.coefficient * (known_M * loss_M)
+
+
+def clipped_value(value_M: Tensor, before_M: Tensor, return_M: Tensor, *, clip: NotNegative | None = 0.2) -> Tensor:
+    """The formula of `ValueLoss`: a value gains nothing by moving further than `clip` from where it was.
+
+    It is the pessimistic bound of PPO's surrogate, as in OpenAI's baselines and TRL.  None: `0.5 (V - R)^2`.
+    """
+    error_M = (value_M - return_M).square()
+    if clip is not None:
+        bounded_M = value_M.maximum(before_M - clip).minimum(before_M + clip)
+        error_M = error_M.maximum((bounded_M - return_M).square())
+    return 0.5 * error_M
 
 
 @dataclass(frozen=True)
@@ -401,21 +415,6 @@ class Correction:
 def token_mismatch(weight_M: Tensor, segment_M: Tensor, segments: int) -> Mismatch:
     """The mismatch of token weights that are already known; a completion's weight is their product."""
     return Mismatch(weight_M, segment_sum(_log_weight(weight_M), segment_M, segments))
-
-
-# ---- value function ----------------------------------------------------------------------------------------------------------
-
-
-def clipped_value(value_M: Tensor, before_M: Tensor, return_M: Tensor, *, clip: NotNegative | None = 0.2) -> Tensor:
-    """`0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`: the value moves at most `clip` from where it was (PPO).
-
-    The pessimistic bound of the policy's surrogate, as in OpenAI's baselines and TRL.  None: `0.5 (V - R)^2`.
-    """
-    error_M = (value_M - return_M).square()
-    if clip is not None:
-        bounded_M = value_M.maximum(before_M - clip).minimum(before_M + clip)
-        error_M = error_M.maximum((bounded_M - return_M).square())
-    return 0.5 * error_M
 
 
 # ---- entropy bonus -----------------------------------------------------------------------------------------------------------

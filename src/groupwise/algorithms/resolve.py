@@ -41,7 +41,7 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int, critic: C
     ('clipped(low=0.2, high=0.28)', 0.04, True)
     """
     row = row_of(objective)
-    algorithm = adapted(row, group, max_new_tokens, critic)
+    algorithm = with_group(row, group, max_new_tokens, critic)
     for keys, message in conflicts(algorithm, row, group):
         raise ConfigError(message, key=keys[0])
     for kind in ("credit", "ratio", "surrogate", "weights", "kl"):
@@ -72,7 +72,7 @@ def row_of(objective: str) -> Algorithm:
     return row
 
 
-def adapted(row: Algorithm, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None) -> Algorithm:
+def with_group(row: Algorithm, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None) -> Algorithm:
     """A row with what `group` replaces.  Raises ConfigError for the first part that is wrong."""
     beta = row.beta if group.beta is None else group.beta
     estimator = {"kl": group.kl} if group.kl in KLS_IN_REWARD else {}

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from groupwise.algorithms import advantages as credit
-from groupwise.algorithms import kl_estimators, losses
-from groupwise.algorithms import loss_weights as weights
+from groupwise.algorithms import advantages as credits
+from groupwise.algorithms import kl_estimators, loss_weights, losses
 from groupwise.algorithms.parts import (
     Credit,
     Divergence,
@@ -54,23 +53,25 @@ class Algorithm:
     """arXiv number; empty where there is none."""
     equation: str
     """The loss in one line, as it is computed; where the paper's differs, `docs/algorithms/notes.yaml` says how."""
-    credit: Callable[..., Any] = credit.Standardized()  # noqa: RUF009 - frozen
+    credit: Callable[..., Any] = credits.Standardized()  # noqa: RUF009 - frozen
     ratio: Callable[..., Any] = losses.TokenRatio()  # noqa: RUF009 - frozen
     surrogate: Callable[..., Any] = losses.Clipped()  # noqa: RUF009 - frozen
-    weights: Callable[..., Any] = weights.SequenceMean()  # noqa: RUF009 - frozen
+    weights: Callable[..., Any] = loss_weights.SequenceMean()  # noqa: RUF009 - frozen
     dead_groups: Literal["exact", "drop", "refill"] = "exact"
     """What becomes of groups whose advantages are all 0.  `exact`: they count in every mean, and are not computed where nothing
-    else has a gradient.  `drop`: the means leave them out.  `refill`: further prompts are sampled in their place."""
+    else has a gradient (`samples.with_gradient`).  `drop`: the means leave them out (`samples.weigh`).  `refill`: further prompts
+    are sampled in their place (`groups.SampledRollouts.collect`)."""
     truncated: Literal["keep", "mask"] = "keep"
     """Completions that a limit ended.  `mask`: no token of theirs is trained; means over completions count them."""
     beta: float = 0.0
     """Weight of the KL to the reference; 0: there is no reference."""
     kl: Callable[..., Any] = kl_estimators.K3()  # noqa: RUF009 - frozen
     kl_place: Literal["loss", "reward"] = "loss"
-    """In the loss it is added by `loss`; in the reward it is subtracted by `credit`: k1, unless the credit knows others."""
+    """In the loss it is added by `loss`.  In the reward it is subtracted by `credit`, to whose own `beta` `resolve` gives this one:
+    k1, unless the credit knows others."""
     entropy_bonus: float = 0.0
     entropy_target: float | None = None
-    """Sampled entropy, nats, below which the bonus grows: `adapted`; None: it stays as it is."""
+    """Sampled entropy, nats, below which the bonus grows: `with_bonus`; None: it stays as it is."""
     entropy_step: float = 0.005
     entropy_quantile: float = 0.0
     off_policy_delta: float | None = None
@@ -182,26 +183,26 @@ class Algorithm:
         trained = self._trained([group])[0].rollouts
         return any(a[one.trained].any() for a, one in zip(self.advantages([group])[0], trained, strict=True))
 
-    def advantages(self, groups: Sequence[Scored]) -> credit.Advantages:
+    def advantages(self, groups: Sequence[Scored]) -> credits.Advantages:
         """Per group and completion float64 (n,): the advantages of a rollout, checked.
 
         With `truncated: mask` a completion that a limit ended has no trained token: statistics over tokens leave it out.
         Raises ConfigError for what a credit of your own gives.
         """
 
-        def judge(trained: list[Scored]) -> credit.Advantages:
+        def judge(trained: list[Scored]) -> credits.Advantages:
             return checked_advantages(self.credit, called("credit", self.credit, trained), trained)
 
         return by_trace(judge, self._trained(groups), 0.0)
 
-    def returns(self, groups: Sequence[Scored]) -> credit.Advantages:
+    def returns(self, groups: Sequence[Scored]) -> credits.Advantages:
         """What a value function should have said of every token (`advantages.returns`)."""
-        return by_trace(lambda trained: credit.returns(trained, self.credit), self._trained(groups), math.nan)
+        return by_trace(lambda trained: credits.returns(trained, self.credit), self._trained(groups), math.nan)
 
     def _trained(self, groups: Sequence[Scored]) -> list[Scored]:
         return [masked(group) if self.truncated == "mask" else group for group in groups]
 
-    def weigh(self, tokens_R: np.ndarray, prompt_R: np.ndarray) -> np.ndarray:
+    def token_weights(self, tokens_R: np.ndarray, prompt_R: np.ndarray) -> np.ndarray:
         """The weight of a token of each completion, float64 (R,), checked; see `loss_weights`."""
         return checked_weights(self.weights, called("weights", self.weights, tokens_R, prompt_R), len(tokens_R))
 
@@ -241,14 +242,14 @@ class Algorithm:
             (gradient_M,) = torch.autograd.grad(loss_M.sum(), logp_M)
         return (gradient_M == 0.0) & (terms.advantage_M != 0.0)
 
-    def adapted(self, coefficient: float, entropy: float) -> tuple[Algorithm, float]:
+    def with_bonus(self, coefficient: float, entropy: float) -> tuple[Algorithm, float]:
         """The algorithm of an optimizer step whose completions were drawn with a mean entropy, and the coefficient after it.
 
         `c += step if H <= target else -step`, within 0 and `entropy_bonus`; the bonus is c where H <= target, else 0
         (Skywork-OR1, 2505.22312).
 
         >>> row = replace(ALGORITHMS["grpo"], entropy_target=0.5, entropy_step=0.25, entropy_bonus=0.375)
-        >>> [(row.adapted(c, H)[0].entropy_bonus, row.adapted(c, H)[1]) for c, H in ((0.0, 0.4), (0.25, 0.5), (0.375, 0.6))]
+        >>> [(row.with_bonus(c, H)[0].entropy_bonus, row.with_bonus(c, H)[1]) for c, H in ((0.0, 0.4), (0.25, 0.5), (0.375, 0.6))]
         [(0.25, 0.25), (0.375, 0.375), (0.0, 0.125)]
         """
         assert self.entropy_target is not None
@@ -262,7 +263,7 @@ class Algorithm:
         The KL is never masked: what is not pushed by rewards must still not drift.  Its ratio is the token's at every level.
         """
         terms = replace(terms, log_ratio_M=self.log_ratio(terms))
-        with naming("surrogate", self.surrogate):
+        with naming("surrogate", self.surrogate):  # not `called`: from here a reader, or a debugger, steps into the formula
             loss_M = self.surrogate(terms)
         loss_M = checked_loss("surrogate", self.surrogate, loss_M, terms.logp_M)
         if self.off_policy_delta is not None:
@@ -316,8 +317,8 @@ _ROWS = (
         summary="GRPO without its two biases: no division by the std, none by the completion's length.",
         paper="2503.20783",
         equation="-1/(R L) sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = r_i - mean",
-        credit=credit.Centered(),
-        weights=weights.Constant(),
+        credit=credits.Centered(),
+        weights=loss_weights.Constant(),
     ),
     Algorithm(
         name="dapo",
@@ -325,7 +326,7 @@ _ROWS = (
         paper="2503.14476",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho, 1 - 0.2, 1 + 0.28) A_i),  0 < right answers < G",
         surrogate=losses.Clipped(low=0.2, high=0.28),
-        weights=weights.TokenMean(),
+        weights=loss_weights.TokenMean(),
         dead_groups="refill",
         truncated="mask",
     ),
@@ -334,7 +335,7 @@ _ROWS = (
         summary="GRPO with the mean over all tokens of the minibatch.",
         paper="",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i)",
-        weights=weights.TokenMean(),
+        weights=loss_weights.TokenMean(),
     ),
     Algorithm(
         name="gspo",
@@ -351,7 +352,7 @@ _ROWS = (
         equation="-1/R sum_i n_i min(s_i A_i, clip(s_i, 1 - 2e-3, 1 + 2.5e-3) A_i)",
         ratio=losses.SequenceMeanRatio(),
         surrogate=losses.Clipped(low=2e-3, high=2.5e-3),
-        weights=weights.SequenceSum(),
+        weights=loss_weights.SequenceSum(),
     ),
     Algorithm(
         name="cispo",
@@ -359,7 +360,7 @@ _ROWS = (
         paper="2506.13585",
         equation="-1/N sum_i sum_t sg[min(rho, cap)] A_i l",
         surrogate=losses.Cispo(cap=5.0),
-        weights=weights.TokenMean(),
+        weights=loss_weights.TokenMean(),
     ),
     Algorithm(
         name="sapo",
@@ -375,7 +376,7 @@ _ROWS = (
         equation="-1/N sum_i sum_t sg[exp(lam + k s_i - lam exp(s_i))] A_i l,  s_i = sum_t(l - b)",
         ratio=losses.SequenceSumRatio(),
         surrogate=losses.Vespo(),
-        weights=weights.TokenMean(),
+        weights=loss_weights.TokenMean(),
     ),
     Algorithm(
         name="gmpo",
@@ -389,7 +390,7 @@ _ROWS = (
         summary="The baseline is the mean reward of the other completions; one ratio per completion; the KL is part of the reward.",
         paper="2402.14740",
         equation="-1/R sum_i min(rho_i A_i, clip(rho_i) A_i),  A_i = r_i - mean of the others,  rho_i = exp(sum_t(l - b))",
-        credit=credit.LeaveOneOut(),
+        credit=credits.LeaveOneOut(),
         ratio=losses.SequenceSumRatio(),
         kl_place="reward",
     ),
@@ -398,8 +399,8 @@ _ROWS = (
         summary="Rewards less the KL still to come, whitened over all tokens of the batch; one completion per prompt is enough.",
         paper="2501.03262",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(r_i - beta sum_{s >= t}(b - ref)_s)",
-        credit=credit.Whitened(),
-        weights=weights.TokenMean(),
+        credit=credits.Whitened(),
+        weights=loss_weights.TokenMean(),
         kl_place="reward",
     ),
     Algorithm(
@@ -407,9 +408,9 @@ _ROWS = (
         summary="The plain policy gradient: no ratio, no group; the baseline is the batch's mean reward.",
         paper="",
         equation="-1/R sum_i sum_t (r_i - mean of the batch) l",
-        credit=credit.BatchCentered(),
+        credit=credits.BatchCentered(),
         surrogate=losses.Reinforce(),
-        weights=weights.SequenceSum(),
+        weights=loss_weights.SequenceSum(),
     ),
     Algorithm(
         name="reinforce_pp_baseline",
@@ -417,8 +418,8 @@ _ROWS = (
         " in the loss.",
         paper="2501.03262",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = whitened(r_i - mean)",
-        credit=credit.Whitened(baseline=True),
-        weights=weights.TokenMean(),
+        credit=credits.Whitened(baseline=True),
+        weights=loss_weights.TokenMean(),
         kl=kl_estimators.K2(),
     ),
     Algorithm(
@@ -426,8 +427,8 @@ _ROWS = (
         summary="Maximises the log of the pass rate: what is rarely solved counts as much as what often is.",
         paper="2602.02710",
         equation="-1/R sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = (r_i - mean) / mean",
-        credit=credit.Maxrl(),
-        weights=weights.SequenceSum(),
+        credit=credits.Maxrl(),
+        weights=loss_weights.SequenceSum(),
     ),
     Algorithm(
         name="gspo_token",
@@ -442,7 +443,7 @@ _ROWS = (
         summary="Several rewards: each is standardized within the group on its own, then their weighted sum over the batch.",
         paper="2601.05242",
         equation="GRPO's,  A_i = standardized over the batch(sum_k w_k standardized in the group(r_ik))",
-        credit=credit.Decoupled(),
+        credit=credits.Decoupled(),
     ),
     Algorithm(
         name="ppo",
@@ -450,8 +451,8 @@ _ROWS = (
         paper="1707.06347",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
         "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
-        credit=credit.Gae(),
-        weights=weights.TokenMean(),
+        credit=credits.Gae(),
+        weights=loss_weights.TokenMean(),
         kl_place="reward",
         extra=(losses.ValueLoss(),),
     ),
@@ -461,9 +462,9 @@ _ROWS = (
         paper="2306.13649",
         equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q"
         " || p)",
-        credit=credit.Nothing(),
+        credit=credits.Nothing(),
         surrogate=losses.Silent(),
-        weights=weights.TokenMean(),
+        weights=loss_weights.TokenMean(),
         extra=(losses.TeacherDivergence(), losses.DemonstrationLoss()),
     ),
     Algorithm(
@@ -471,9 +472,9 @@ _ROWS = (
         summary="On-policy distillation by drawn tokens alone: how much likelier the teacher finds a token is its advantage.",
         paper="",
         equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
-        credit=credit.ReverseKl(gamma=0.0),
+        credit=credits.ReverseKl(gamma=0.0),
         surrogate=losses.Importance(),
-        weights=weights.TokenMean(),
+        weights=loss_weights.TokenMean(),
         extra=(losses.DemonstrationLoss(),),
     ),
     Algorithm(
@@ -483,8 +484,8 @@ _ROWS = (
         paper="2306.08543",
         equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
         "A_it = mean_{s > t} log(p / q_old)_s",
-        credit=credit.ReverseKl(own=False, normalize=True),
-        weights=weights.TokenMean(),
+        credit=credits.ReverseKl(own=False, normalize=True),
+        weights=loss_weights.TokenMean(),
         extra=(losses.TeacherDivergence(importance=True), losses.DemonstrationLoss()),
         mix=0.2,
     ),
@@ -500,10 +501,10 @@ def _by_name(kind: type[Part], module: ModuleType) -> dict[str, type[Part]]:
 
 
 PARTS: dict[str, dict[str, type[Part]]] = {
-    "credit": _by_name(Credit, credit),
+    "credit": _by_name(Credit, credits),
     "ratio": _by_name(Ratio, losses),
     "surrogate": _by_name(Surrogate, losses),
-    "weights": _by_name(Weights, weights),
+    "weights": _by_name(Weights, loss_weights),
     "divergence": _by_name(Divergence, losses),
     "filter": {},
     "kl": _by_name(Kl, kl_estimators),

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from groupwise.algorithms.losses import Jsd
-from groupwise.algorithms.resolve import adapted, conflicts, part_problems
+from groupwise.algorithms.resolve import conflicts, part_problems, with_group
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.config.live_objects import LIVE
 from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
@@ -560,7 +560,7 @@ PLAIN = ALGORITHMS["grpo"]
 
 def _algorithm(recipe: Recipe) -> Algorithm:
     """The recipe's algorithm as far as it is known without anybody's code."""
-    return adapted(ALGORITHMS.get(recipe.objective, PLAIN), _known(recipe), recipe.rollout.max_new_tokens)
+    return with_group(ALGORITHMS.get(recipe.objective, PLAIN), _known(recipe), recipe.rollout.max_new_tokens)
 
 
 def _known(recipe: Recipe) -> GroupSettings:

@@ -1,8 +1,8 @@
 """The loss of a packed batch: one object with one call, the sum of terms, each with a weight for every token.
 
 `Loss` is an online algorithm's: surrogate and KL, entropy bonus, and the extra terms of its row, each `sum(weight x term)`.  For
-plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the
-completion's advantage, it is `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`.
+plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the completion's advantage, it is
+`sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`.
 
 M trained positions of a micro-batch   C those of a chunk of it   D width
 """
@@ -35,7 +35,7 @@ class Loss:
 
     algorithm: Algorithm
     samples: Sequence[Sample] = ()
-    """That batches are packed from."""
+    """Those that the pass is made over."""
     entropy_tokens: float = 1.0
     """Tokens of the whole step over which an entropy bonus is a mean (`entropy_tokens`)."""
     critic: Critic | None = None
@@ -45,8 +45,9 @@ class Loss:
     def __call__(self, passed: BatchPass) -> tuple[Tensor, Tensor]:
         """The weighted loss of a batch, differentiable; the log-probs and entropies (M, 2) of its trained tokens."""
         algorithm, batch, hidden_MD = self.algorithm, passed.batch, passed.hidden_MD
+        demonstrations = WEIGHT + POLICY in batch.extra_P
         # A divergence alone reads no log-probs: they are then computed for the log.
-        learns = algorithm.reads_tokens or WEIGHT + POLICY in batch.extra_P
+        learns = algorithm.reads_tokens or demonstrations
         with passed.precision(), torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             head = passed.head(fused=algorithm.token_level and learns, entropy=True)
             for chunk in head:
@@ -57,7 +58,7 @@ class Loss:
                     loss = loss - algorithm.bonus(terms, self.entropy_tokens)
                 for term in algorithm.of_tokens:
                     if terms.sampled_M is not None or not fact(term, "of_demonstrations"):
-                        loss = loss + self.weighted(batch, term, terms, rows_C)
+                        loss = loss + self.term_loss(batch, term, terms, rows_C)
                 chunk.loss = loss
         value = head.total() + self.states(passed, hidden_MD, head.logp_M)
         return value + passed.router_loss, seen_by(head)
@@ -65,8 +66,8 @@ class Loss:
     def states(self, passed: BatchPass, hidden_MD: Tensor, logp_M: Tensor) -> Tensor | float:
         """The extra terms that read values or the teacher's distributions, as far as the loss has a critic and a teacher;
         log-probs are constants to them."""
-        has = {"value": self.critic is not None, "teacher": self.teacher is not None}
-        read = [term for term in self.algorithm.of_states if all(has.get(name, True) for name in fact(term, "reads"))]
+        lacking = {name for name, one in (("value", self.critic), ("teacher", self.teacher)) if one is None}
+        read = [term for term in self.algorithm.of_states if lacking.isdisjoint(fact(term, "reads"))]
         if not read:
             return 0.0
         batch, rows_M = passed.batch, passed.rows_M
@@ -79,10 +80,10 @@ class Loss:
         )
         value = hidden_MD.new_zeros((), dtype=logp_M.dtype)
         for term in read:
-            value = value + self.weighted(batch, term, terms, rows_M)
+            value = value + self.term_loss(batch, term, terms, rows_M)
         return value
 
-    def weighted(self, batch: Batch, term: Callable[..., Any], terms: Terms, rows_C: Tensor) -> Tensor:
+    def term_loss(self, batch: Batch, term: Callable[..., Any], terms: Terms, rows_C: Tensor) -> Tensor:
         """An extra term's part of the loss: `sum(weight x term)`, by the term's column of weights."""
         loss_C = checked_loss("extra", term, called("extra", term, terms), terms.logp_M)
         return (weight(batch, name_of(term), rows_C) * loss_C).sum()
@@ -127,7 +128,7 @@ class CriticLoss:
         value_M = critic.values(hidden_MD)
         terms = replace(self.loss.terms(passed.batch, passed.batch.behavior_logp_P[rows_M], None, rows_M), value_M=value_M)
         read = [term for term in self.loss.algorithm.of_states if "value" in fact(term, "reads")]
-        value = torch.stack([self.loss.weighted(passed.batch, term, terms, rows_M) for term in read]).sum()
+        value = torch.stack([self.loss.term_loss(passed.batch, term, terms, rows_M) for term in read]).sum()
         return value + (0.0 if critic.shared else passed.router_loss), value_M
 
 
@@ -141,8 +142,8 @@ def step_loss(
     number: int = 0,
     budget: int,
 ) -> Loss:
-    """The loss of an optimizer step on weighted samples, with the samples that it computes: a teacher's demonstrations are mixed
-    in, and those that have no gradient are left out.
+    """The loss of an optimizer step.  Its `samples` are those to make the pass over: the weighted ones that have a gradient, and a
+    teacher's demonstrations.
 
     critic: on the policy's own backbone.   number: optimizer steps taken before, which choose the demonstrations.
     A high-entropy mask is decided before the first micro-batch, and so needs a pass of its own.

@@ -27,15 +27,15 @@ from groupwise.utils.statistics import Estimate
 
 def language_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
     """A policy to train, with a new adapter where the recipe asks for one."""
-    return adapted(recipe, make_policy(blueprint.load(), blueprint.tokenizer, recipe.model))
+    return with_adapter(recipe, make_policy(blueprint.load(), blueprint.tokenizer, recipe.model))
 
 
 def scorer(recipe: Recipe, blueprint: Blueprint, pooling: Pooling) -> Policy:
     """A model with a score head to train, with a new adapter where the recipe asks for one."""
-    return adapted(recipe, make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed))
+    return with_adapter(recipe, make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed))
 
 
-def adapted(recipe: Recipe, policy: Policy) -> Policy:
+def with_adapter(recipe: Recipe, policy: Policy) -> Policy:
     """The policy with its adapter, where the recipe asks for one."""
     settings = recipe.model
     if settings.lora is None:

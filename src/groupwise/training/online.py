@@ -60,17 +60,17 @@ def train_online(
     for clock, number, (groups, drawn) in timed(rollouts):
         version = optimizer.taken
         with clock.phase("reference"):
-            reading = None if teacher is None else teacher.before(groups)
+            hinted = None if teacher is None else teacher.with_hints(groups)
             groups = add_signals(
                 groups,
                 algorithm,
                 reference=reference,
                 scorer=policy if scores_first(algorithm, groups, group, policy) else None,
-                teacher=reading if algorithm.reads_teacher else None,
+                teacher=hinted if algorithm.reads_teacher else None,
                 critic=critic,
                 budget=budget,
             )
-        advantages, parts = algorithm.advantages(groups), minibatches(groups, group)
+        advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
         updates: list[Assessment] = []
         pretraining = critic is not None and number <= critic.settings.pretrain
         shared = critic if critic is not None and critic.shared and not pretraining else None
@@ -79,10 +79,10 @@ def train_online(
             backbone.checkpointing(policy, checkpointing),
             backbone.checkpointing(policy if critic is None else critic.policy, checkpointing),
         ):
-            for part in parts * group.updates_per_rollout:
-                samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
+            for minibatch in one_pass * group.updates_per_rollout:
+                samples = weigh([groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm)
                 now = algorithm if pretraining else steered(algorithm, optimizer, samples)
-                loss = step_loss(policy, now, samples, critic=shared, teacher=reading, number=optimizer.taken, budget=budget)
+                loss = step_loss(policy, now, samples, critic=shared, teacher=hinted, number=optimizer.taken, budget=budget)
                 trained = [] if pretraining else [optimizer] if shared is None else [optimizer, shared.optimizer]
                 updates.append(update(policy, loss, loss.samples, *trained, budget=budget))
                 budget = updates[-1].budget
@@ -94,12 +94,12 @@ def train_online(
             follow(number, group, policy, reference, teacher)
         yield Step(
             number=number,
-            metrics=measure(groups, updates, algorithm, drawn, minibatches=len(parts), seconds=clock.seconds, version=version),
+            metrics=measure(groups, updates, algorithm, drawn, minibatches=len(one_pass), seconds=clock.seconds, version=version),
             timings=clock.seconds | comm.waiting(),
             groups=groups,
             advantages=advantages,
-            current_logp=first_pass(groups, updates[: len(parts)]),
-            columns=token_columns(groups, updates, algorithm, minibatches=len(parts)),
+            current_logp=first_pass(groups, updates[: len(one_pass)]),
+            columns=token_columns(groups, updates, algorithm, minibatches=len(one_pass)),
         )
 
 
@@ -122,7 +122,7 @@ def steered(algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample
     drawn = [-sample.behavior_logp[sample.weight != 0] for sample in samples]
     if not any(map(len, drawn)):  # nothing is trained: the coefficient stays
         return replace(algorithm, entropy_bonus=0.0)
-    algorithm, optimizer.entropy_bonus = algorithm.adapted(optimizer.entropy_bonus, float(np.concatenate(drawn).mean()))
+    algorithm, optimizer.entropy_bonus = algorithm.with_bonus(optimizer.entropy_bonus, float(np.concatenate(drawn).mean()))
     return algorithm
 
 

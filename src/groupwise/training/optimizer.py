@@ -89,7 +89,7 @@ class Optimizer:
         self.nonfinite = 0
         """Steps in a row that were skipped."""
         self.entropy_bonus = 0.0
-        """Coefficient of an adaptive entropy bonus (`Algorithm.adapted`), which moves with every step."""
+        """Coefficient of an adaptive entropy bonus (`Algorithm.with_bonus`), which moves with every step."""
 
     def step(self) -> StepStats:
         """Sum the gradients of all processes, clip, update the weights, clear the gradients.

@@ -35,7 +35,7 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     masked = [algorithm.truncated == "mask" and rollout.truncated for rollout in rollouts]
     tokens_R = np.array([0 if out else int(r.trained.sum()) for r, out in zip(rollouts, masked, strict=True)], dtype=np.int64)
     prompt_R = np.array([i for i, group in enumerate(groups) for _ in group.rollouts], dtype=np.int64)
-    weight_R = algorithm.weigh(tokens_R, prompt_R) if rollouts else np.zeros(0)
+    weight_R = algorithm.token_weights(tokens_R, prompt_R) if rollouts else np.zeros(0)
     credit = [advantage for group in advantages for advantage in group]
     signals = [{name: column[i] for name, column in group.signals.items()} for group in groups for i in range(len(group.rollouts))]
     columns = zip(rollouts, weight_R, credit, signals, tokens_R, strict=True)

@@ -89,7 +89,7 @@ class Teacher:
     hints: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The hint's ids by group, which it reads before the policy's prompts."""
 
-    def before(self, groups: Sequence[Scored]) -> Teacher:
+    def with_hints(self, groups: Sequence[Scored]) -> Teacher:
         """The teacher as it reads these groups.  Raises ConfigError if a hint leaves no room for a completion."""
         if self.hint is None:
             return self
