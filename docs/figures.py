@@ -4,7 +4,7 @@
     groupwise train recipes/preference-hacking.yaml
     python docs/figures.py runs/smollm2-sums runs/preference-hacking/grpo
 
-Needs playwright and a Chromium (`pip install 'groupwise[test]'`).
+Needs playwright and a Chromium (`pip install -e '.[test]'`).
 """
 
 from __future__ import annotations

@@ -419,7 +419,7 @@ def chromium_with() -> Browser:
     While one is open, Playwright's asyncio loop counts as running in this thread: a second one, and `asyncio.run`, are refused.
     So whoever opens one closes it with the tests of its module.
     """
-    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'groupwise[test]'")
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[test]'")
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     path = os.environ.get("GROUPWISE_CHROMIUM") or next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
@@ -439,7 +439,7 @@ def chromium_with() -> Browser:
 def axe() -> Callable[[Any], list[tuple[str, list[str]]]]:
     """`axe(page)`: what axe-core calls serious or critical on an open page, as (rule, the first elements that break it)."""
     core = pytest.importorskip(
-        "axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed: pip install 'groupwise[test]'"
+        "axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed: pip install -e '.[test]'"
     )
 
     def serious(page: Any) -> list[tuple[str, list[str]]]:

@@ -50,6 +50,18 @@ def test_constraints_pin_exactly_what_is_needed() -> None:
         assert requirement.specifier.contains(found[canonicalize_name(requirement.name)]), requirement
 
 
+def test_messages_install_the_packages_of_the_extras_and_nothing_by_our_name() -> None:
+    """`pip install groupwise[...]` would ask an index, where a package of this name is a stranger's."""
+    files = [path for folder, ending in (("src", "py"), ("docs", "md")) for path in (ROOT / folder).rglob(f"*.{ending}")]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in files}
+    assert not [name for name, text in texts.items() if re.search(r"pip install [^\n`]*groupwise\[", text)]
+    lines = [*project()["dependencies"], *(line for extra in project()["optional-dependencies"].values() for line in extra)]
+    needed = {wanted.name: wanted for wanted in map(Requirement, lines)}
+    pinned = {pair for text in texts.values() for pair in re.findall(r"pip install ([\w-]+)==([\d.]+)", text)}
+    assert {name for name, _ in pinned} == {"math-verify", "reasoning-gym", "verifiers"}
+    assert all(str(needed[name].specifier) == f"=={version}" for name, version in pinned)
+
+
 def test_what_is_installed_here_is_what_is_pinned() -> None:
     found = pins()
     core = [canonicalize_name(Requirement(line).name) for line in project()["dependencies"]]

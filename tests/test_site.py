@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'groupwise[docs]'")
-pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install 'groupwise[docs]'")
+pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e '.[docs]'")
+pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install -e '.[docs]'")
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -278,7 +278,7 @@ def test_reasoning_gym_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch
     )
     from groupwise.runs.environments import with_environment_data
 
-    with pytest.raises(ConfigError, match=r"pip install groupwise\[reasoning-gym\]"):
+    with pytest.raises(ConfigError, match="pip install reasoning-gym=="):
         with_environment_data(recipe)
 
 

@@ -102,7 +102,7 @@ def test_the_group_whose_rewards_differ_most_is_sent_best_first() -> None:
 def test_a_missing_library_is_named_with_the_line_that_installs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else there(name, *rest))
-    with pytest.raises(ConfigError, match=r"wandb is not installed: pip install 'groupwise\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"wandb is not installed: pip install wandb"):
         written(folder, a_recipe("wandb"), range(1, 2))
 
 
@@ -161,7 +161,7 @@ def test_tensorboard_holds_each_step_once(folder: Path) -> None:
 
 
 def test_wandb_offline_holds_each_step_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'groupwise[wandb]'")
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(sys, "argv", ["groupwise", f"key={SECRET}"])
     in_two_parts(folder, "wandb")
@@ -208,7 +208,7 @@ def wandb_records(path: Path) -> list[Any]:
 
 
 def test_mlflow_in_a_local_store_holds_each_step_once(folder: Path) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'groupwise[mlflow]'")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
     in_two_parts(folder, "mlflow")
     root = folder.parents[1]
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{root / 'mlflow.db'}")
@@ -225,7 +225,7 @@ def test_mlflow_in_a_local_store_holds_each_step_once(folder: Path) -> None:
 
 
 def test_mlflow_says_that_a_run_was_broken_off(folder: Path) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'groupwise[mlflow]'")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
     written(folder, a_recipe("mlflow"), range(1, 3))
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.parents[1] / 'mlflow.db'}")
     identity = json.loads((folder / "dashboards.json").read_text())["mlflow"]
@@ -233,7 +233,7 @@ def test_mlflow_says_that_a_run_was_broken_off(folder: Path) -> None:
 
 
 def test_a_server_that_does_not_answer_is_refused_with_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'groupwise[mlflow]'")
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(ConfigError, match=r"save\.report_to: mlflow could not begin .*MLFLOW_TRACKING_URI"):
@@ -243,7 +243,7 @@ def test_a_server_that_does_not_answer_is_refused_with_the_remedy(folder: Path, 
 @pytest.fixture
 def in_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Runs Python in a process of its own whose Trackio writes below `tmp_path`: it reads TRACKIO_DIR when it is imported."""
-    pytest.importorskip("trackio", reason="trackio is not installed: pip install 'groupwise[trackio]'")
+    pytest.importorskip("trackio", reason="trackio is not installed: pip install -e '.[trackio]'")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
 
     def run(code: str) -> str:

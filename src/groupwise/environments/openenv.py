@@ -43,7 +43,7 @@ class OpenEnv:
         try:
             from websockets.sync.client import connect
         except ImportError as error:
-            raise ConfigError(f"environment.openenv needs the extra: pip install groupwise[openenv] ({error})") from error
+            raise ConfigError(f"environment.openenv needs a package: pip install websockets ({error})") from error
         base = parts.path.rstrip("/").removesuffix("/ws")
         self.url = urlunsplit((parts.scheme, parts.netloc, f"{base}/ws", parts.query, ""))
         self._schema = urlunsplit(("https" if parts.scheme == "wss" else "http", parts.netloc, f"{base}/schema", "", ""))

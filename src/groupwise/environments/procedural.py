@@ -99,7 +99,7 @@ def make_dataset(name: str, arguments: Mapping[str, Any], count: int, seed: int)
     try:
         import reasoning_gym  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(f"environment.reasoning_gym needs the extra: pip install groupwise[reasoning-gym] ({error})") from error
+        raise ConfigError(f"environment.reasoning_gym needs a package: pip install reasoning-gym==0.1.25 ({error})") from error
     options = {"size": count, "seed": seed} | dict(arguments)
     try:
         return reasoning_gym.create_dataset(name, **options)

@@ -105,7 +105,7 @@ def _library() -> Any:
     try:
         import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(f"environment.verifiers needs the extra: pip install groupwise[verifiers] ({error})") from error
+        raise ConfigError(f"environment.verifiers needs a package: pip install verifiers==0.4.0 ({error})") from error
     if CHAT not in sys.modules:
         sys.modules[CHAT] = _plugin(vf)
     return vf

@@ -178,7 +178,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError("adapters need peft, which is not installed: pip install 'groupwise[peft]'") from error
+        raise ConfigError("adapters need peft, which is not installed: pip install peft") from error
     return peft
 
 

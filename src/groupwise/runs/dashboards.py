@@ -81,11 +81,11 @@ class Dashboard(Protocol):
 
 
 def check(names: Iterable[str]) -> None:
-    """Raises ConfigError with the line that installs what is missing: dashboard, package and Groupwise's extra have one name."""
+    """Raises ConfigError with the line that installs what is missing: a dashboard and its package have one name."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"save.report_to: {', '.join(missing)} is not installed: pip install 'groupwise[{','.join(missing)}]', or take it out "
+            f"save.report_to: {', '.join(missing)} is not installed: pip install {' '.join(missing)}, or take it out "
             "(metrics.jsonl is always written)"
         )
 

@@ -19,7 +19,7 @@ from groupwise.records import Finish, Trace
 from .conftest import WAIT, play
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed: pip install groupwise[verifiers]"
+    importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed: pip install -e '.[verifiers]'"
 )
 
 
