@@ -96,7 +96,7 @@ class EnvironmentFailure(GroupwiseError):
 
 
 class EngineError(GroupwiseError):
-    """A rollout engine that died, stalled, or returned what cannot be scored."""
+    """A rollout engine that cannot sample for the policy, or returned what cannot be scored."""
 
     exit_code = 7
 
@@ -131,6 +131,6 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class PeerError(GroupwiseError):
-    """Another process of the run that ended or does not answer."""
+    """Another process of the run, or a vLLM server, that ended or does not answer."""
 
     exit_code = 8

@@ -81,7 +81,7 @@ class ScratchSettings:
     """A small model with random weights, for tasks that need no pretrained one."""
 
     family: Literal["llama", "qwen2", "qwen3", "qwen3_5", "gpt2", "gemma2", "mixtral"] = "llama"
-    """Architecture.  Of `qwen3_5` every fourth block, and the last, has attention; the others are gated DeltaNets."""
+    """Architecture.  `qwen3_5` has attention in every fourth block and the last one, gated DeltaNets in the others."""
     hidden: Positive = 128
     """Width of the residual stream."""
     layers: Positive = 2
@@ -93,14 +93,13 @@ class ScratchSettings:
     context: Positive = 512
     """Longest sequence, prompt and completion together."""
     tokenizer: str = "arithmetic"
-    """`arithmetic` (the project's character tokenizer), `bytes` (256 bytes), `bpe:N` (byte-pair, N tokens, trained on
-    the stage's own data), or the path of a tokenizer folder."""
+    """`arithmetic` (characters), `bytes`, `bpe:N` (N tokens, trained on the stage's data), or a tokenizer folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSettings:
-    """Train a low-rank adapter (peft) and not the weights, which then are the reference.  `final/` holds the merged model,
-    `final/adapter/` the adapter alone.  `{}` takes the defaults."""
+    """Train a low-rank adapter (peft).  The frozen weights are the reference.  `final/` holds the merged model, `final/adapter/`
+    the adapter.  `{}` takes the defaults."""
 
     rank: Positive = 16
     """Columns of the adapter's two factors."""
@@ -115,8 +114,8 @@ class ModelSettings:
     """The policy: where it comes from and in which precision it computes."""
 
     path: str | None = None
-    """A Hugging Face checkpoint folder, a hub name, a GGUF file, a packaged model (`groupwise get`), or `stage:NAME` for the final
-    model of an earlier stage."""
+    """A Hugging Face checkpoint folder, a hub name, a GGUF file, a packaged model (`groupwise get`), or `stage:NAME`: an earlier
+    stage's final model."""
     scratch: ScratchSettings | None = None
     """Instead of `path`: start from random weights."""
     dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
@@ -124,10 +123,11 @@ class ModelSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU if there is one."""
     attention: Literal["shared", "packed", "single"] = "shared"
-    """How a batch is computed: `shared` (packed, each prompt once per group), `packed` (packed, prompt repeated),
-    `single` (one sequence per forward, the model's own attention: for models that cannot be packed)."""
+    """How a batch is computed: `shared` (packed, each prompt once per group), `packed` (prompts repeated), `single` (one sequence
+    per forward pass: for models that cannot be packed)."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory; a fifth to a third more compute, with an adapter up to a half."""
+    """Recompute activations in the backward pass: less memory.  An update takes 12 to 20 % longer, with an adapter up to half as
+    long again."""
     lora: LoraSettings | None = None
     chat_template: str | None = None
     """Replaces the tokenizer's chat template: a Jinja string or the path of a `.jinja` file."""
@@ -140,42 +140,41 @@ class DataSettings:
     """Where rows come from and how they become prompts."""
 
     path: str | None = None
-    """A JSONL, JSON or Parquet file, or a hub name.  For pairs also `stage:NAME`: the best and the worst of every group that an
-    earlier stage sampled, by its reward, or by one of its reward functions (`stage:NAME:FUNCTION`)."""
+    """A JSONL, JSON or Parquet file, or a hub name.  For pairs also `stage:NAME`: the best and the worst of every group of an
+    earlier stage, by its reward or by one reward function (`stage:NAME:FUNCTION`)."""
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in task, or one of your own, `file.py:NAME` or `module:NAME`."""
+    """Instead of `path`: a built-in task, or your own (`file.py:NAME`, `module:NAME`)."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Renames columns, ours: yours, e.g. `{prompt: question}`.  A row may lack one, but for those that prompts and answers are
-    read from."""
+    """Renames columns, ours: yours, e.g. `{prompt: question}`.  A row may lack columns that neither its prompt nor its answer
+    needs."""
     system: str | None = None
-    """System message of every prompt that brings none of its own (chat data)."""
+    """System message of chat prompts that bring none."""
     chat: bool = False
     """Wrap string prompts as user messages and apply the chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template for every conversation, `{enable_thinking: false}`; a row's column of the same name goes over
-    them.  One that the chat template does not mention is refused."""
+    """Variables of the chat template, `{enable_thinking: false}`; a row's column of that name goes over them.  A variable that the
+    template does not mention is refused."""
     template: str | None = None
     """Python format string that makes the prompt from the row's columns, or `alpaca` for instruction/input rows."""
     limit: Positive | None = None
     """Use only the first rows."""
     control_tokens: ControlTokens = "warn"
-    """Text of the tokenizer's special tokens (`<|im_end|>`) in messages that rows bring, other than the assistant's, in their tools
-    and in `chat_template_kwargs`: `warn` (encoded as those tokens, counted, said before training), `plain` (encoded as text),
-    `drop` (the row is left out), `error`."""
+    """What becomes of special tokens (`<|im_end|>`) that stand as text in a row's messages (but the assistant's), tools or
+    `chat_template_kwargs`: `warn` (encoded as tokens, counted, reported before training), `plain` (encoded as text), `drop` (the
+    row is skipped), `error`."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
-    """What happens to a longer one.  It is counted and reported."""
+    """What happens to longer prompts.  They are counted."""
     retire: Count = 0
-    """Online objectives: leave a prompt out for good once so many of its visits in a row were solved (the `verdict` of
-    the recipe gave 1 to every completion); 0: never.  When all are left out, all return."""
+    """Online objectives: remove a prompt after so many solved visits in a row (`verdict` gave 1 to every completion); 0: never.
+    When all prompts are removed, all return."""
     curriculum: Fraction = 0.0
-    """Online objectives: leave a prompt out of an epoch with this probability times its pass rate, the share of its last group that
-    was solved; 0: every epoch visits all."""
+    """Online objectives: skip a prompt in an epoch with this probability times the pass rate of its last group; 0: never."""
     shuffle: bool = True
     """Visit rows in a seeded random order, another one each epoch."""
     eval_path: str | None = None
@@ -183,8 +182,8 @@ class DataSettings:
     eval_split: str = "test"
     """Split of a hub data set for evaluation."""
     eval_fraction: Share | Mapping[str, Share] = 0.0
-    """Hold out this share of `path` by a hash of the prompt (the same rows whatever the seed).  `{test: 0.2, validation: 0.1}`
-    holds out two parts: what is measured while training is measured on `validation`, what is reported at the end on `test`."""
+    """Hold out this share of `path` by a hash of the prompt: the same rows for every seed.  `{test: 0.2, validation: 0.1}` holds
+    out two parts: evaluations while training use `validation`, those at the end `test`."""
     eval_limit: Positive | None = None
     """Evaluate on the first rows only."""
     train_on: Literal["completion", "all"] = "completion"
@@ -206,16 +205,16 @@ class RewardSettings:
     """One reward function."""
 
     function: str
-    """A built-in function, or one of your own, `module:function` or `path/to/file.py:function`."""
+    """A built-in function, or your own: `module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor in the sum."""
     name: str | None = None
     """Name in the log; default: the function's."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of a built-in, or extra keyword arguments of your own function."""
+    """Keyword arguments of the function."""
     timeout: Annotated[float, Gt(0.0)] | None = None
-    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run.  Without it a call that
-    takes ten minutes (and 10 s for each of its completions) is stopped and ends the run."""
+    """Seconds after which a call is stopped and counts as None; if more than a tenth of the calls are, the run ends.  null: a call
+    that takes more than ten minutes, or 10 s per completion if that is more, ends the run."""
 
 
 VERDICTS = tuple(name for name, module in REWARDS.items() if module == "accuracy")
@@ -233,11 +232,10 @@ def verdict_of(rewards: Sequence[RewardSettings], named: str | None) -> str | No
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionSettings:
-    """Importance weights `exp(trainer's log-prob - sampler's)` for completions that were sampled with other probabilities than the
-    trainer computes: by vLLM, or by weights that are some steps older.  null: no correction."""
+    """Importance weights `exp(trainer's log-prob - sampler's)` for completions that vLLM or older weights sampled.  null: none."""
 
     level: Literal["token", "sequence_sum", "sequence_mean"] = "token"
-    """A weight per token, or per completion: the product of its tokens' or their geometric mean."""
+    """A weight per token, or per completion: its tokens' product or geometric mean."""
     mode: Literal["truncate", "mask"] = "truncate"
     """Bound the weight to [low, high], or make it 0 outside."""
     low: Annotated[float, Ge(0.0)] = 0.0
@@ -280,17 +278,17 @@ class EngineSettings:
     """Who samples.  A name alone (`engine: vllm`) means `{name: vllm}`."""
 
     name: Annotated[str, MinLen(1)] = "native"
-    """`native` (in-process, on the training weights), `transformers` (plain `generate`: slow, the reference), `vllm` (a server that
-    the run starts for itself), or `file.py:function`, which makes an engine of your own."""
+    """`native` (in-process, on the training weights), `transformers` (`generate`: slow, the reference), `vllm` (a server that the
+    run starts), or `file.py:function`, which makes your own engine."""
     servers: tuple[str, ...] = ()
     """vllm: addresses of running servers, e.g. `[http://127.0.0.1:8000]`."""
     colocated: bool = False
-    """vllm: in the trainer's process, alternating with training (both need one environment)."""
+    """vllm: in the trainer's process, in turn with training; both need one environment."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """vllm: numbers of a server of its own; default: the policy's products'."""
+    """vllm: precision of a server that the run starts; default: that of the policy's products."""
     ahead: Count = 0
-    """Sample for the next so many steps while this one is trained, and so with weights that are up to so many steps older.  Engines
-    other than vllm do it synchronously, before each training step, which saves no time."""
+    """Steps by which sampling is ahead of training; the weights that sample are up to so many steps old.  vllm samples while the
+    trainer trains.  Other engines sample before each step, which saves no time."""
     correct: CorrectionSettings | None = field(default_factory=CorrectionSettings)
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of an engine of your own."""
@@ -321,33 +319,33 @@ class RolloutSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentSettings:
-    """Who answers the policy: tools, an environment, a procedural data set.  With tools or an environment completions are
-    conversations of several turns, through the chat template; `rollout.max_new_tokens` holds for all turns and answers together."""
+    """Who answers the policy: tools, an environment, a procedural data set.  With tools or an environment a completion is a
+    conversation through the chat template; `rollout.max_new_tokens` bounds all its turns and answers together."""
 
     tools: tuple[str, ...] = ()
-    """Functions that the policy may call: `file.py:function` or `module:function`, with type hints and a docstring whose `Args:`
-    describe every parameter, plain or `async`."""
+    """Functions that the policy may call, plain or `async`: `file.py:function` or `module:function`, with type hints and a
+    docstring whose `Args:` describe every parameter."""
     factory: str | Mapping[str, str] | None = None
     """Makes an environment per episode: `file.py:Class` or `module:Class`, in TRL's form (`reset(**row)`, public methods are tools,
-    perhaps `get_reward()`) or with `reset` and `step(text) -> (observation, reward, done)`.  A mapping of names to such classes
-    is selected from by the data's column `environment`."""
+    perhaps `get_reward()`) or with `reset` and `step(text) -> (observation, reward, done)`.  Of a mapping of names to classes the
+    row's column `environment` selects."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, or of the procedural data set."""
     interface: Literal["tools", "step"] | None = None
-    """How the policy acts on what the factory makes: by calling its methods, or by what it writes.  null: `step` if it has a
-    method `step`."""
+    """How the policy acts: by calling the environment's methods, or by what it writes.  null: `step` if there is a method
+    `step`."""
     reasoning_gym: str | None = None
-    """Instead of `data` and `rewards`: a data set of Reasoning Gym by name (`chain_sum`), with its scorer."""
+    """Instead of `data` and `rewards`: a Reasoning Gym data set (`chain_sum`), with its scorer."""
     openenv: str | None = None
     """Instead of a factory: the address of an OpenEnv server, `ws://host:port`; `args` may name `field` and `seconds`."""
     harness: str | Annotated[tuple[str, ...], MinLen(1)] | None = None
-    """Drives the episodes itself, against an endpoint of the run's: a function `file.py:function` or `module:function` of
-    `base_url` and `row` that returns the reward, a program with its arguments, or `outside`: processes that fetch episodes."""
+    """Drives the episodes against the run's endpoint: a function of `base_url` and `row` that returns the reward
+    (`file.py:function` or `module:function`), a program with its arguments, or `outside`: processes that fetch episodes."""
     verifiers: str | None = None
     """Instead of `data` and `rewards`: an installed taskset of verifiers by name; `args` is its `[env]`."""
     listen: str = "127.0.0.1:0"
-    """Where the endpoint for harnesses listens; port 0 is any.  Other than loopback addresses need the environment variable
-    GROUPWISE_TOKEN, which requests must bring."""
+    """Where the endpoint for harnesses listens; port 0 is any.  Beyond the loopback the environment variable GROUPWISE_TOKEN is
+    needed, which requests must bring."""
     at_once: Positive = 64
     """Harnesses that run at the same time."""
     max_turns: Positive = 16
@@ -355,17 +353,17 @@ class EnvironmentSettings:
     tool_timeout: Annotated[float, Gt(0.0)] = 30.0
     """Seconds of one tool call, or of one `reset` or `step`."""
     episode_timeout: Annotated[float, Gt(0.0)] = 600.0
-    """Seconds of an episode, sampling included; of a harness its own, without the time in which it waits for a turn."""
+    """Seconds of an episode, sampling included; of a harness without its waiting for turns."""
     max_observation_tokens: Positive = 1024
-    """Longest answer to a turn, in tokens; what is longer is cut, and says so."""
+    """Longest answer to a turn, in tokens; a longer one is cut, and says so."""
     max_observation_bytes: Positive = 32768
     """The same in bytes of UTF-8."""
     past: Literal["keep", "split"] = "keep"
-    """Where the chat template writes earlier turns otherwise once a conversation continues (drops reasoning): `keep` continues what
-    was sampled; `split` continues behind what the template writes, as at inference, and trains each part behind what it saw."""
+    """If the chat template rewrites earlier turns (drops reasoning): `keep` continues behind what was sampled; `split` continues
+    behind what the template writes, as at inference, and trains each part behind what it was sampled from."""
     runs: Literal["process", "thread"] | None = None
-    """Where tools and environments run: `process` (worker processes, which can be killed) or `thread` (in the trainer's process,
-    which is quicker to call and cannot be).  null: `process` for what is given by name, `thread` for objects."""
+    """Where tools and environments run: `process` (workers, which can be killed) or `thread` (of the trainer: quicker to call,
+    cannot be killed).  null: `process` for names, `thread` for objects."""
 
     @property
     def talks(self) -> bool:
@@ -380,10 +378,9 @@ class EnvironmentSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSettings:
-    """The reinforcement-learning part: how a step is made up and what its loss is.
+    """A step of reinforcement learning and its loss.
 
-    `objective` names a preset: one row of the algorithm table.  `credit`, `ratio`, `surrogate` and `weights` replace single
-    parts of it.
+    `objective` names a preset: one row of the algorithm table.  `credit`, `ratio`, `surrogate` and `weights` replace parts of it.
     """
 
     prompts_per_step: Positive = 16
@@ -409,15 +406,15 @@ class GroupSettings:
     divergence: Part | None = None
     """Distance of the policy's next token from the teacher's, added to the loss: jsd (`beta` 0: KL(teacher || policy), 1, the
     default: KL(policy || teacher), and between; `top_k`: over the policy's likeliest tokens and one for the rest).  Default: the
-    preset's; any other preset has none."""
+    preset's, if it has one."""
     mix: Share | None = None
-    """Share of the teacher in the distribution that completions are drawn from.  Default: the preset's (0 for most)."""
+    """Share of the teacher in the distribution that is sampled from.  Default: the preset's (0 for most)."""
     dead_groups: Literal["exact", "drop", "refill"] | None = None
-    """Groups without reward differences: `exact` (skipped, still in the denominators), `drop` (leave the denominators),
-    `refill` (sample on until the step is full of live groups).  Default: the preset's."""
+    """Groups without reward differences: `exact` (skipped, counted in the denominators), `drop` (not counted), `refill` (replaced
+    by further prompts until the step is full).  Default: the preset's."""
     filter: Part | None = None
-    """Which groups are worth training, for `dead_groups: refill`: `file.py:function` of your own, from a scored group to true or
-    false.  Default: those whose rewards differ."""
+    """Which groups `dead_groups: refill` keeps: your `file.py:function`, from a scored group to true or false.  Default: those
+    whose rewards differ."""
     max_refills: Positive = 4
     """`refill` gives up after this many times `prompts_per_step` further prompts."""
     truncated: Literal["keep", "mask"] | None = None
@@ -425,8 +422,8 @@ class GroupSettings:
     entropy_bonus: float = 0.0
     """Coefficient of the mean token entropy, subtracted from the loss; with `entropy_target` the most that it may become."""
     entropy_target: Annotated[float, Gt(0.0)] | None = None
-    """Adaptive bonus (2505.22312): at each optimizer step the coefficient, 0 at first, rises by `entropy_step` where the sampled
-    entropy is at most this many nats, and falls by it elsewhere; it counts only in steps of the first kind."""
+    """Adaptive bonus (2505.22312): at an optimizer step whose sampled entropy is at most this many nats, the coefficient (0 at
+    first) rises by `entropy_step` and is applied; at any other it falls by it and is not."""
     entropy_step: Annotated[float, Gt(0.0)] = 0.005
     """How far that coefficient moves."""
     entropy_quantile: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
@@ -434,27 +431,27 @@ class GroupSettings:
     off_policy_delta: Annotated[float, Gt(0.0)] | None = None
     """Drop completions with negative advantage whose mean log-ratio to the sampler exceeds it (nats; 2512.02556)."""
     reference_refresh: Count = 0
-    """Every this many steps the reference moves to the policy; 0: never."""
+    """Steps after which the reference moves to the policy, again and again; 0: never."""
     reference_mix: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
     """Share of the policy in a refreshed reference (TR-DPO's alpha)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticSettings:
-    """The value function of algorithms that train one (`ppo`, or any other with `group.credit: gae`)."""
+    """The value function of `ppo`, or of any other preset with `group.credit: gae`."""
 
     path: str | None = None
-    """A backbone of its own: a checkpoint, a reward model whose head it continues with, or `stage:NAME`.  null: a new head on the
-    policy's backbone, which then learns from both losses."""
+    """A separate backbone: a checkpoint, a reward model (its head is continued), or `stage:NAME`.  null: a new head on the policy's
+    backbone, which learns from both losses."""
     lr: Annotated[float, Gt(0.0), Lt(1.0)] | None = None
-    """Peak learning rate of the head, and of a backbone of its own; all else is as in `optimizer`.  Default: 5e-3 for a new head,
-    1e-5 for a backbone of its own."""
+    """Peak learning rate; all else is as in `optimizer`.  Default: 5e-3 for a new head on the policy, 1e-5 for a separate
+    backbone."""
     coefficient: Annotated[float, Gt(0.0)] = 0.1
     """Weight of the value loss."""
     clip: Annotated[float, Gt(0.0)] | None = 0.2
-    """How far a value may move from what it was when the rollout was scored; null: as far as it wants."""
+    """How far a value may move from what it was when the rollout was scored; null: any distance."""
     pretrain: Count = 0
-    """Train only the critic in the first so many steps; the policy stays as it is."""
+    """First steps, in which only the critic is trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -478,14 +475,14 @@ class TeacherSettings:
     path: str | None = None
     """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy itself, as it was before its first step."""
     servers: tuple[str, ...] = ()
-    """Instead of a checkpoint: `http://host:port` of vLLM servers (any `vllm serve`) of a model with the policy's vocabulary, which
-    are asked for its log-probs of what was drawn, at temperature 1.  For objectives that ask for no more: distill_sampled."""
+    """Instead of a checkpoint: `http://host:port` of vLLM servers of a model with the policy's vocabulary.  They give log-probs of
+    the drawn tokens, at temperature 1, which is enough for distill_sampled."""
     ema: Fraction = 0.0
-    """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the
+    """If the policy teaches itself: share of the policy that moves into the teacher after every step; 1: the teacher is the
     policy."""
     hint: str | None = None
     """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`, or
-    a text for all rows, such as examples.  A row that lacks one of the columns, or has nothing there, gets none."""
+    a text for all rows.  A row without one of the columns gets no hint."""
     demonstrations: DemonstrationSettings | None = None
 
 
@@ -510,10 +507,10 @@ class OptimizerSettings:
     clip_norm: Annotated[float, Gt(0.0)] | None = 1.0
     """Gradient norm above which the gradient is scaled down; null: never."""
     tokens_per_microbatch: Positive | None = None
-    """Packed positions per forward and backward.  It cannot change the update, only memory and speed.  null: from the model's size,
-    so that what is kept for the backward pass stays in proportion to weights, gradients and moments (see the plan)."""
+    """Packed positions per forward and backward pass.  It changes memory and speed, never the update.  null: from the model's size,
+    so that activations stay in proportion to weights, gradients and moments (see the plan)."""
     max_nonfinite_steps: Positive = 5
-    """Stop after this many steps in a row whose loss or gradient was not finite (each such step is skipped)."""
+    """Steps in a row with a loss or gradient that is not finite, each skipped, after which the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -547,14 +544,14 @@ class SaveSettings:
     rollouts_every: Count = 1
     """Write every group of every this many steps to `rollouts/`; 0: never."""
     report_to: tuple[BoardName, ...] = ()
-    """Dashboards that get the metrics too, and where they have tables the group of each recorded step whose rewards differ most:
-    TensorBoard (files in the run folder), Weights & Biases, MLflow, Trackio.  Project and server come from their own environment
-    variables (WANDB_PROJECT, MLFLOW_TRACKING_URI ...); metrics.jsonl is always written."""
+    """Dashboards that get the metrics and, if they have tables, the group of each recorded step whose rewards differ most:
+    TensorBoard, Weights & Biases, MLflow, Trackio.  Project and server come from their environment variables (WANDB_PROJECT,
+    MLFLOW_TRACKING_URI ...).  metrics.jsonl is always written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplaySettings:
-    """Continued training on new pairs with older ones mixed in, of `path` or `task` (DeepSeekMath 2402.03300, Algorithm 1)."""
+    """Old pairs of `path` or `task`, mixed into training on new ones (DeepSeekMath 2402.03300, Algorithm 1)."""
 
     path: str | None = None
     """A file of older pairs with the same columns as `data.path`."""
@@ -569,13 +566,12 @@ class RewardModelSettings:
     """`objective: reward`: a Bradley-Terry reward model from pairs."""
 
     pooling: Literal["last", "mean", "sum"] = "last"
-    """The score is read at the completion's last token, or is the mean over its tokens, or their sum over 32: a word that decides
-    then counts as much in a long answer as in a short one."""
+    """The score is read at the completion's last token, or is the mean over its tokens, or their sum divided by 32, in which a word
+    counts as much in a long answer as in a short one."""
     centering: Annotated[float, Ge(0.0)] = 0.0
     """Coefficient of (score_chosen + score_rejected)^2."""
     lm_coefficient: Annotated[float, Ge(0.0)] = 0.0
-    """Weight of the language-model loss on both completions of a pair, which shares the backbone: what makes a side worse must be
-    known too."""
+    """Weight of a language-model loss on both completions of a pair, with the same backbone."""
     replay: ReplaySettings | None = None
 
 
@@ -591,14 +587,14 @@ class PairSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSettings:
-    """What each of several processes holds (`--nproc`, torchrun).  Neither this nor their number changes what is learnt.  A name
-    alone (`parallel: zero3`) means `{name: zero3}`."""
+    """What each of several processes holds (`--nproc`, torchrun).  It does not change what is learnt.  A name alone
+    (`parallel: zero3`) means `{name: zero3}`."""
 
     name: Literal["auto", "ddp", "zero2", "zero3"] = "auto"
-    """`ddp` everything; `zero3` a part of weights, gradients and optimizer state (FSDP2); `zero2` the same, but weights stay
-    gathered from forward to backward; `auto` takes `zero3` from a billion parameters on."""
+    """`ddp`: everything; `zero3`: a part of weights, gradients and optimizer state (FSDP2); `zero2`: the same, but weights stay
+    gathered from forward to backward; `auto`: `zero3` from a billion parameters on, else `ddp`."""
     shards: Annotated[int, Ge(2)] | None = None
-    """So many processes share a copy, of which there are several (HSDP); default: one copy."""
+    """Processes that share one copy (HSDP); default: all of them."""
     offload: bool = False
     """The parts live in host memory."""
 
@@ -612,8 +608,7 @@ class Recipe:
     """One run: an objective, a model, data, and how long."""
 
     objective: Annotated[str, MinLen(1)]
-    """What is trained on a data set (`prm`: a process reward model), an online algorithm, or `file.py:NAME`, an `Algorithm` of your
-    own."""
+    """A loss on data (`prm`: a process reward model), an online algorithm, or `file.py:NAME`, your own `Algorithm`."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
@@ -621,21 +616,21 @@ class Recipe:
     seed: Seed = 0
     """Of weights from scratch, data order and sampling."""
     threads: Annotated[int, Gt(0), Le(1024)] | None = None
-    """CPU threads of torch; default: what OMP_NUM_THREADS says, else one for a model of less than a million parameters, else what
-    torch chooses."""
+    """CPU threads of torch; default: OMP_NUM_THREADS, else one for a model of less than a million parameters, else torch's
+    choice."""
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     steps: Positive | None = None
     """Optimizer steps for data-set objectives, rollouts for online ones."""
     epochs: Annotated[float, Gt(0.0)] | None = None
     """Instead of `steps`: passes over the data."""
     batch_size: Positive = 32
-    """Rows (demonstrations or pairs) per optimizer step of a data-set objective.  Online ones use `group.prompts_per_step`."""
+    """Rows per optimizer step of a data-set objective.  Online ones use `group.prompts_per_step`."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     rewards: tuple[RewardSettings, ...] = ()
     verdict: str | None = None
-    """Name of the reward whose 1 says that a completion is right: accuracies, pass@k, solved groups and `data.retire` go by it.
-    Default: the first reward that is the built-in accuracy, exact or number; without one, evaluations report rewards alone."""
+    """Name of the reward whose 1 says that a completion is right, for accuracies, pass@k, solved groups and `data.retire`.
+    Default: the first built-in accuracy, exact or number.  Without one, evaluations report rewards alone."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     group: GroupSettings = field(default_factory=GroupSettings)

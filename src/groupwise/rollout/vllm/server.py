@@ -163,7 +163,7 @@ class OwnServer:
             return
         how = f"was killed by signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"ended with status {status}"
         self.log = self._keep_log()
-        raise PeerError(f"the vLLM server {how}; its log is {self.log}{self._last_error()}")
+        raise PeerError(f"the vLLM server {how}; its log is {self.log}{self._first_error()}")
 
     def _keep_log(self) -> Path:
         """The log of a server that failed outlives the run."""
@@ -172,7 +172,7 @@ class OwnServer:
             shutil.copyfile(self.log, kept)
         return kept
 
-    def _last_error(self) -> str:
+    def _first_error(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
         errors = [match[0] for line in lines if (match := re.search(r"\b[A-Z]\w*Error: .*", line)) and "EngineDead" not in match[0]]
         return f", which says: {errors[0][:300]}" if errors else ""
