@@ -310,12 +310,11 @@ are refused, {missing} could not be built. `tests/models/families.md` lists each
 ## Hybrids
 
 Qwen3.5, Qwen3-Next, OLMo-hybrid (gated DeltaNet), Granite 4, Nemotron-H, Falcon-H1, Bamba (Mamba-2) and LFM2 (short
-convolutions) carry a state from token to token. Convolution and state begin anew at every segment of a stream. The state
-behind a shared prompt is computed once and forked to its completions, in scoring, training and sampling. On GPUs the kernels of
-`flash-linear-attention` compute gated DeltaNets in bfloat16 where they are installed.
+convolutions) carry a state from token to token. The state behind a shared prompt is computed once and forked to its completions,
+in scoring, training and sampling. On GPUs `flash-linear-attention`, if installed, computes gated DeltaNets in bfloat16.
 
-An update's forward and backward pass over 2 prompts with 8 completions of up to 64 tokens, by a hybrid of 24 million parameters on
-one thread of a CPU, in processor seconds (`python benchmarks/sharing.py --shape H --prompts 2 --completion 64`):
+Processor seconds of an update's passes over 2 prompts with 8 completions of up to 64 tokens, by a hybrid of 24 million parameters
+on one thread (`python benchmarks/sharing.py --shape H --prompts 2 --completion 64`):
 
 | prompt | shared | packed, prompts repeated | one by one |
 |---|---|---|---|
@@ -325,29 +324,29 @@ one thread of a CPU, in processor seconds (`python benchmarks/sharing.py --shape
 
 ## Checkpoints that read images
 
-Qwen3.5, Gemma 3 and 4, Mistral 3, Llama 4 and others are published with a part that reads images. The text part is trained.
-The rest takes no gradient, no weight decay and no adapter, and `final/` holds it unchanged.
+Of Qwen3.5, Gemma 3 and 4, Mistral 3, Llama 4 and others the text part is trained. The part that reads images takes no gradient,
+no weight decay and no adapter; `final/` holds it unchanged.
 
 ## What is proven when a run begins
 
-Groupwise compares what the run will compute with the model's own forward and backward pass, one sequence at a time: your model with
-its weights, on the device and in the type of the run. A model that differs is refused, with the reason. The plan lists it:
+Groupwise compares what the run will compute with the model's own forward and backward pass, one sequence at a time, with your
+weights, on the device and in the type of the run. A model that differs is refused, with the reason. The plan says what is proven:
 
 ```text
 proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu in float32, at 7 lengths from 2 to 95 (to 2e-06)
 ```
 
 - scoring: log-probs, in streams of several prompts and completions, within 0.0002 nats;
-- training: the gradient of an update, within 0.002 of each parameter's norm; of more than {many} parameters that of all norms
-  and biases, of the first and the last block, of embedding and head;
+- training: the gradient of an update, within 0.002 of each parameter's norm; above {many} parameters only of norms and biases,
+  the first and the last block, embedding and head;
 - sampling: the log-prob that the engine draws a token with, also in conversations;
 - scores of a reward model or a critic;
 - under an adapter all of that, with random numbers in the factor that begins at 0.
 
 Texts lie on both sides of every window, chunk, convolution and length that the model names and the run reaches, up to {across}
-tokens. On a CPU a model of more than {large} parameters gets few short texts, and no gradient of embedding and head. In autocast
-and bfloat16 the weights are compared in float32 first, then in the type itself, by a wide measure. A proof is remembered for the
-same code, weights, device, type and texts (`proven before`).
+tokens. On a CPU a model of more than {large} parameters gets few short texts, and no gradient of embedding and head. Autocast and
+bfloat16 are compared in float32 first, then in the type itself with a wide tolerance. A proof is remembered for the same code,
+weights, device, type and texts (`proven before`).
 
 The proof does not see:
 
@@ -355,10 +354,10 @@ The proof does not see:
 - a soft cap that no score reaches;
 - rounding in bfloat16 that is a few times coarser than the model's own: a test compares that for every family;
 - on a CPU, in a large model, what needs many rows, long texts or the gradient of the head to show;
-- a reward model run one by one whose numbers of earlier tokens hear later ones;
+- in a reward model run one by one, scores of tokens that depend on later tokens;
 - engines outside of this process (vLLM): their log-probs are watched in every step.
 
-Nothing is dropped, whatever the dropout of the checkpoint's configuration: what is scored is what was sampled.
+Dropout is off, whatever the checkpoint's configuration says.
 """
 DOWNLOADED: dict[str, tuple[str, str]] = {
     "Qwen3.5, 3.6": ("qwen3_5, as published", "qwen3_5"),
