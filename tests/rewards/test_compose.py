@@ -359,6 +359,40 @@ def test_r02_an_exception_names_function_completions_and_message(one, group):
     assert "in f\n" in str(caught.value.__cause__), "the traceback of the worker"
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(completion): return float(completion)",
+        "def f(completions): return [float(text) for text in completions]",
+        "async def f(completions): return [float(text) for text in completions]",
+        """
+        def number(text):
+            return float(text)
+        def f(prompts, completions):
+            rewards = []
+            for prompt, text in zip(prompts, completions):
+                rewards.append(number(text + " "))
+            return rewards
+        """,
+        "def f(completions): return [float(text) if text < 'a' else text for text in completions]",  # no number is an error too
+    ],
+)
+def test_the_text_that_broke_a_function_is_shown(one, group, code):
+    """Of a function of many completions: by the variables of its frames."""
+    said = r"\b0/2#1.*, completion 'six\\x1b' of the prompt '3\+3='"
+    with pytest.raises(RewardError, match=said) as caught:
+        one(code).score([group("5", id="0/1", text="2+3="), group("6", "six\x1b", "7", id="0/2", text="3+3=")])
+    assert "0/2#0" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "code", ["def f(completions): return 1 / 0", "def f(completions):\n    a, b = completions\n    return 1 / 0"]
+)
+def test_where_the_variables_do_not_show_it_no_completion_is_blamed(one, group, code):
+    with pytest.raises(RewardError, match=r"on 0/1#0, 0/1#1\n"):
+        one(code).score([group("five", "six", id="0/1")])
+
+
 @pytest.mark.parametrize("prefix", ["", "async "])
 @pytest.mark.parametrize("argument", ["completion", "completions"])
 def test_r02_a_function_that_exits_does_not_end_the_run_as_if_all_were_well(one, group, prefix, argument):
@@ -413,7 +447,9 @@ def test_an_async_function_that_ends_its_process_blames_no_single_completion(fun
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_r02_a_function_of_one_completion_names_the_one(one, group, prefix, timeout):
     rewards = one(f"{prefix}def f(completion): return 1 / (completion != 'c')", timeout=timeout)
-    with pytest.raises(RewardError, match=r"'f' raised ZeroDivisionError: division by zero.*; on 3/1#2, 'c'"):
+    with pytest.raises(
+        RewardError, match=r"'f' raised ZeroDivisionError: division by zero.*; on 3/1#2, completion 'c' of the prompt '2\+2='"
+    ):
         rewards.score([group(*"abcd", id="3/1")])
 
 

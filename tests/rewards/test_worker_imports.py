@@ -22,7 +22,7 @@ answer = worker(["plain.py:f"])
 told = answer("describe", "plain.py:f", "f", {}, ["answer"])
 reward = Reward(name="f", weight=1.0, spec="plain.py:f", signature=Signature(**told), arguments={})
 given = [pickle.dumps({"completions": text}) for text in ("a", "bc")]
-call = RewardCall(reward=reward, labels=["0#0", "0#1"], pickled=given, state=TrainerState())
+call = RewardCall(reward=reward, labels=["0#0", "0#1"], texts=[("", ""), ("", "")], pickled=given, state=TrainerState())
 (answered,) = answer("call", call)
 print(answered["values"], [module for module in ("numpy", "asyncio") if module in sys.modules])
 """

@@ -55,24 +55,29 @@ def described(labels: Sequence[str]) -> str:
     return ", ".join(labels[:3]) + (f" ... ({len(labels)} completions)" if len(labels) > 3 else "")
 
 
-def failure(reward: Reward, labels: Sequence[str], happened: str, text: str | None = None) -> RewardError:
-    r"""The error of a call that did not end with a value.   happened: what a function did.   text: the one completion.
+Texts = tuple[str, str]
+"""The end of a prompt and the beginning of a completion."""
+
+
+def failure(reward: Reward, labels: Sequence[str], happened: str, texts: Texts | None = None) -> RewardError:
+    r"""The error of a call that did not end with a value.   happened: what a function did.   texts: of the one completion.
 
     It may quote a completion: control characters are shown as escapes.
     """
-    return _resumable(reward, f"the reward function {reward.name!r} {happened}; on {described(labels)}", text)
+    return _resumable(reward, f"the reward function {reward.name!r} {happened}; on {described(labels)}", texts)
 
 
-def raised(reward: Reward, labels: Sequence[str], words: Mapping[str, str], text: str | None = None) -> RewardError:
+def raised(reward: Reward, labels: Sequence[str], words: Mapping[str, str], texts: Texts | None = None) -> RewardError:
     """The error of a call that raised.   words: of `process_main.described`."""
     if words["kind"] == "RewardError":
-        return _resumable(reward, words["error"], text)
+        return _resumable(reward, words["error"], texts)
     where = f" ({words['where']})" if words["where"] else ""
-    return failure(reward, labels, f"raised {words['kind']}: {words['error']}{where}", text)
+    return failure(reward, labels, f"raised {words['kind']}: {words['error']}{where}", texts)
 
 
-def _resumable(reward: Reward, message: str, text: str | None) -> RewardError:
-    error = RewardError(escaped(message, keep="") + ("" if text is None else f", {text!r}"))
+def _resumable(reward: Reward, message: str, texts: Texts | None) -> RewardError:
+    quoted = "" if texts is None else f", completion {texts[1]!r} of the prompt {texts[0]!r}"
+    error = RewardError(escaped(message, keep="") + quoted)
     if not reward.spec.startswith(LIVE):
         error.add_note("to resume from a saved step with a repaired file: accept_changes=True")
     return error
@@ -85,7 +90,9 @@ def outcomes_of(calls: Sequence[RewardCall], answers: Sequence[Mapping[str, Any]
         if answer is None:
             continue  # after another one's failure
         if "error" in answer:
-            error = raised(call.reward, call.labels, answer, call.text)
+            one: int | None = answer["index"]
+            labels = call.labels if one is None else [call.labels[one]]
+            error = raised(call.reward, labels, answer, None if one is None else call.texts[one])
             raise error from (Traceback(answer["trace"]) if answer["trace"] else None)
         outcomes.append(out_of_time(call, answer["late"], [call]) if "late" in answer else Outcome(**answer))
     return outcomes
@@ -195,10 +202,10 @@ class Host:
             except (Died, Raised) as error:
                 self.kill()
                 call, *others = left[len(answers) :]
-                labels, text = [*call.labels], call.text
+                labels, texts = [*call.labels], call.texts[0] if call.single else None
                 if call.asynchronous:  # on any of those that it had begun
-                    labels, text = labels + [label for one in others if one.reward == call.reward for label in one.labels], None
-                raise failure(call.reward, labels, f"did not return: {error}", text) from None
+                    labels, texts = labels + [label for one in others if one.reward == call.reward for label in one.labels], None
+                raise failure(call.reward, labels, f"did not return: {error}", texts) from None
             outcomes += outcomes_of(left, answers)
             outcomes += [out_of_time(call, time_limit(call), late) for call in late]
         return outcomes

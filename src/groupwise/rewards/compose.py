@@ -528,10 +528,11 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Rewa
         names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
         raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
     call = partial(RewardCall, reward=reward, state=state)
+    texts = [(prompt[-200:], text[:200]) for prompt, text in zip(batch.prompt_texts, batch.texts, strict=True)]
     if reward.signature.single:
-        completions = zip(batch.labels, batch.texts, rows, strict=True)
-        return [call(labels=[label], text=text[:200], pickled=[row]) for label, text, row in completions]
-    return [call(labels=[*batch.labels], pickled=rows)] if rows else []
+        completions = zip(batch.labels, texts, rows, strict=True)
+        return [call(labels=[label], texts=[each], pickled=[row]) for label, each, row in completions]
+    return [call(labels=[*batch.labels], texts=texts, pickled=rows)] if rows else []
 
 
 def _in_this_process(reward: Reward, batch: Completions) -> Outcome:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,8 @@ class RewardCall:
     pickled: Sequence[bytes]
     """For each completion a pickle of the keyword arguments."""
     state: TrainerState
-    text: str | None = None
-    """The beginning of the one completion, for messages."""
+    texts: Sequence[tuple[str, str]]
+    """For each completion the end of its prompt and the beginning of its text, for messages."""
 
     @property
     def single(self) -> bool:
@@ -64,6 +65,25 @@ class RewardCall:
         """The answer of a call that has come to its end.  Raises RewardError for what is no reward."""
         values = self.reward.checked([returned] if self.single else returned, self.labels)
         return {"values": values, "notes": notes.as_json(), "seconds": time.monotonic() - began}
+
+    def raised(self, error: BaseException, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of a call that raised.   keywords: what it was called with."""
+        completions = [] if self.single else keywords.get("completions") or keywords.get("completion_ids") or []
+        return described(error) | {"index": 0 if self.single else handled(error, self.labels, completions)}
+
+
+def handled(error: BaseException, *columns: Sequence[Any]) -> int | None:
+    """Which completion a function of many was at work on when it raised, by the variables of its frames; None: they do not show it.
+
+    columns: the objects that stand for the completions, an entry each.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        variables = {id(value) for value in frame.f_locals.values()}
+        places = {n for column in columns for n, one in enumerate(column) if id(one) in variables}
+        if places:
+            return places.pop() if len(places) == 1 else None
+    return None
 
 
 def worker(specs: Sequence[str]) -> Callable[..., Any]:
@@ -117,19 +137,20 @@ class Functions:
         return function.function if isinstance(function, ProcessReward) else function
 
     def _plain(self, call: RewardCall) -> dict[str, Any]:
-        began, notes = time.monotonic(), call.notes()
+        began, notes, keywords = time.monotonic(), call.notes(), dict[str, Any]()
         try:
-            return call.ended(self._inner(call)(**call.keywords(notes)), notes, began)
+            keywords = call.keywords(notes)
+            return call.ended(self._inner(call)(**keywords), notes, began)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: nobody but the function can have raised them here
-            return described(error)
+            return call.raised(error, keywords)
 
     def _side_by_side(self, calls: Sequence[RewardCall]) -> Iterator[dict[str, Any] | None]:
         """The answers to asynchronous calls.  After a failure the others are cancelled: none runs into the next request."""
         import asyncio  # as much to import as the rest of a worker, and most workers call no asynchronous function
 
-        async def in_time(call: RewardCall, notes: Notes) -> asyncio.Task[Any] | None:
+        async def in_time(call: RewardCall, keywords: dict[str, Any]) -> asyncio.Task[Any] | None:
             """A task that has ended; None: it was out of time, and has been cancelled, as it is if this is cancelled."""
-            task = asyncio.ensure_future(_contained(self._inner(call), call.keywords(notes)))
+            task = asyncio.ensure_future(_contained(self._inner(call), keywords))
             try:
                 done, _ = await asyncio.wait([task], timeout=call.reward.timeout)
             finally:
@@ -138,12 +159,13 @@ class Functions:
             return task if done else None
 
         async def answer(call: RewardCall) -> dict[str, Any]:
-            began, notes = time.monotonic(), call.notes()
+            began, notes, keywords = time.monotonic(), call.notes(), dict[str, Any]()
             try:
-                task = await in_time(call, notes)
+                keywords = call.keywords(notes)
+                task = await in_time(call, keywords)
                 return {"late": time.monotonic() - began} if task is None else call.ended(task.result(), notes, began)
             except (Exception, asyncio.CancelledError) as error:  # whatever a function raises is an answer, judged in one place
-                return described(error)
+                return call.raised(error, keywords)
 
         loop = self._loop = self._loop or asyncio.new_event_loop()
         tasks = [loop.create_task(answer(call)) for call in calls]
