@@ -349,6 +349,14 @@ def test_rewards_of_one_name_are_told_apart() -> None:
     assert len(set(names)) == 6
 
 
+def test_a_reward_without_a_name_loses_none_of_the_others() -> None:
+    head = "import makers\ndef plain(completions): return [0.0]"
+    trainer = "reward_funcs=[plain, makers.longest(8), 'm/judge'], train_dataset=load_dataset('d/d')"
+    imported = read(script(head, trainer), "c.py")
+    assert rewards_of(imported) == ["c.py:plain", "rewards.py:number_2", "model"]
+    assert any("write `number_2 = makers.longest(8)` into rewards.py" in said for said in imported.needed)
+
+
 def test_a_script_in_another_folder_is_named_from_the_working_directory() -> None:
     Path("sub").mkdir()
     Path("sub/mine.py").touch()
@@ -544,6 +552,8 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
         ("reward_weights: [1.0, 2.0, 3.0]", "3 weights for 2 reward functions"),
         ("num_generations: few", "num_generations='few': no value"),
         ("num_generations: 0", "num_generations=0: no value"),
+        ("num_generations: 4.5", "num_generations=4.5: no value that TRL takes (a whole number is needed"),
+        ("seed: 1.5", "seed=1.5: no value that TRL takes (a whole number is needed)"),
         ("epsilon: small", "epsilon='small': no value"),
         ("per_device_train_batch_size: [4]", "per_device_train_batch_size=[4]: no value"),
         ("learning_rate: {a: 1}", "learning_rate={'a': 1}: no value"),
@@ -580,7 +590,7 @@ def test_every_argument_takes_any_value_or_refuses_it_by_its_name() -> None:
             "--max_steps 3 --reward_funcs 3",
             "reward_funcs=3: no value that TRL takes (functions are needed, by name or themselves; 3 is none)",
         ),
-        ("--max_steps 3 --num_generations 0", "num_generations=0: no value that TRL takes (a number is needed, at least 1)"),
+        ("--max_steps 3 --num_generations 0", "num_generations=0: no value that TRL takes (a whole number is needed, at least 1)"),
     ],
 )
 def test_a_flag_without_its_value_is_refused(text: str, says: str) -> None:

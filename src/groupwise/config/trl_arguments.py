@@ -196,13 +196,15 @@ class Configuration:
 
         A flag without a value is no number.
         """
-        number = kind in (int, float)
+        number, what = kind in (int, float), f"a {'whole ' if kind is int else ''}number is needed"
         try:
             result = None if number and isinstance(value, bool) else kind(value)
+            if kind is int and result is not None and float(value) != result:
+                raise ValueError
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            self.refuse(name, "a number is needed" if number else str(error))
+            self.refuse(name, what if number else str(error))
         if number and (result is None or not result >= least):
-            self.refuse(name, "a number is needed" + (f", at least {least:g}" if math.isfinite(least) else ""))
+            self.refuse(name, what + (f", at least {least:g}" if math.isfinite(least) else ""))
         return result
 
     def refuse(self, name: str, why: str) -> NoReturn:

@@ -273,13 +273,24 @@ class Script:
     # ------------------------------------------------------------ functions and classes
 
     def objects(self, file: str, node: ast.expr) -> Any:
-        """Functions and classes as a recipe names them, and the folders of reward models, as a list; UNKNOWN if one of them is."""
+        """Functions and classes as a recipe names them, and the folders of reward models, as a list; UNKNOWN if none is named.
+
+        One without a name beside others keeps its place, which its weight may go with.
+        """
         node = self.followed(node)
+        elements = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
         things: list[str | None] = []
-        for one in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
+        for one in elements:
             value = self.value(one)
             things.append(RewardModel(value) if isinstance(value, str) else self.object(file, one))
-        return UNKNOWN if None in things else things
+        if not any(things) or any(isinstance(one, ast.Starred) for one in elements):
+            return UNKNOWN
+        for place, one in enumerate(elements):
+            if things[place] is None:
+                name = f"number_{place + 1}"
+                self.needed.append(f"{file}: write `{name} = {ast.unparse(one)}` into {file}.py")
+                things[place] = f"{file}.py:{name}"
+        return things
 
     def object(self, file: str, node: ast.expr) -> str | None:
         """A function or a class as a recipe names it; None for what is no name, or one that nothing in the script has."""
