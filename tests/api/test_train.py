@@ -414,6 +414,12 @@ def test_all_mistakes_at_once(call: Callable) -> None:
 # ---------------------------------------------------------------- plan and screen
 
 
+def test_a_plan_shows_itself_as_the_command_prints_it() -> None:
+    plan = api.RunPlan([("data", "64 prompts"), ("a step", "9 completions")])
+    assert repr(plan) == "data    64 prompts\na step  9 completions"
+    assert plan == [("data", "64 prompts"), ("a step", "9 completions")]
+
+
 @pytest.mark.slow
 def test_the_plan_is_the_runs_own_and_run_shows_it(call: Callable) -> None:
     training = call(data={"path": ROWS, "eval_fraction": 0.3})

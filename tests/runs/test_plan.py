@@ -361,5 +361,8 @@ def test_a_bundled_recipe_is_planned_for_another_model_without_the_hub(
     rows = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = ["model.scratch={tokenizer: bytes, context: 4096}", "data.path=rows.jsonl", "data.eval_path=null"]
-    assert commands.main(["train", "gsm8k", "--dry-run", "--world", "8", "--model-config", "model/config.json", *changes]) == 0
+    plan = ["train", "gsm8k", "--dry-run", "--world", "8", "--model-config", "model/config.json"]
+    assert commands.main(plan) == 2
+    assert "`model.scratch={tokenizer: bytes, context: 4096} data.path=FILE` take the places" in capsys.readouterr().err
+    assert commands.main([*plan, *changes]) == 0
     assert "ranks 0-7" in capsys.readouterr().out

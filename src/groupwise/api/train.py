@@ -36,14 +36,20 @@ from groupwise.models.policy import Policy
 from groupwise.records import Step
 from groupwise.runs.folder import anew, choose_folder, finished
 from groupwise.runs.job import plan_of
-from groupwise.runs.plan import Lines
-from groupwise.runs.progress import make_console
+from groupwise.runs.progress import aligned, make_console
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.runs.run import train as train_recipe
 from groupwise.runs.stages import closing_table, train_stage
-from groupwise.utils.terminal import logger
+from groupwise.utils.terminal import escaped, logger
 
 log = logger(__name__)
+
+
+class RunPlan(list[tuple[str, str]]):
+    """The lines of a plan, label and text; it shows itself as the command prints it."""
+
+    def __repr__(self) -> str:
+        return escaped("\n".join(aligned(self)))
 
 
 class Training:
@@ -75,9 +81,9 @@ class Training:
             message = "%s finished at step %d: nothing is left to train; fresh=True starts anew, more steps continue it"
             log.warning(message, self.folder, step)
 
-    def plan(self) -> Lines:
+    def plan(self) -> RunPlan:
         """What will happen, as label and text, without loading weights from a file or training."""
-        return plan_of(self.recipe)
+        return RunPlan(plan_of(self.recipe))
 
     def run(self, *, quiet: bool = False, console: Console | None = None) -> RunResult:
         """Train to the end as the command does: the plan, one progress line, the closing tables.  Returns what the run came to.

@@ -74,6 +74,16 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def aligned(rows: Plan) -> list[str]:
+    """A plan as lines of plain text.
+
+    >>> aligned([("data", "64 prompts"), ("a step", "9 completions")])
+    ['data    64 prompts', 'a step  9 completions']
+    """
+    wide = max((len(label) for label, _ in rows), default=0)
+    return [f"{label:{wide}}  {value}" for label, value in rows]
+
+
 # ---------------------------------------------------------------- the view
 
 
@@ -122,8 +132,7 @@ class Progress:
         for label, value in rows:
             table.add_row(Text(label, style="dim"), safe(str(value)))
         if not self._quiet and self._plain:
-            wide = max((len(label) for label, _ in rows), default=0)
-            for line in [*([self._title] if self._title else []), *(f"{label:{wide}}  {value}" for label, value in rows)]:
+            for line in [*([self._title] if self._title else []), *aligned(rows)]:
                 self.console.print(safe(line), soft_wrap=True)
         elif not self._quiet:
             self.console.print(table)
