@@ -159,7 +159,7 @@ METRICS_INTRO = """\
 # The metrics
 
 Every step writes one line of `metrics.jsonl` with these keys. A quantity that was not computed has no key. Words in capitals stand
-for a name. "Yours" is the unit of your reward functions. In italics: rules of thumb for reasoning tasks with a checker.
+for a name. "Yours" is the unit of your rewards. In italics: rules of thumb for reasoning tasks with a checker.
 What to look at first: [how to read a run](monitoring.md).
 """
 
@@ -538,7 +538,9 @@ POSITION: dict[Any, str] = {"?": "[{}]", "*": "[{} ...]", "+": "{} ..."}
 def argument_row(action: argparse.Action) -> str:
     """A row of a command's table."""
     value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
-    name = f"{action.option_strings[-1]} {value}" if action.option_strings else POSITION.get(action.nargs, "{}").format(value)
+    name = (
+        f"{', '.join(action.option_strings)} {value}" if action.option_strings else POSITION.get(action.nargs, "{}").format(value)
+    )
     text = (action.help or "") % {"default": action.default, "prog": "groupwise"}
     return f"| `{cell(name.strip())}` | {cell(text)} |"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXAMPLES = (
-    "groupwise chat runs/demo/grpo                                        asked as the run asked",
+    "groupwise chat runs/demo/grpo                                        with the settings of the run",
     "groupwise chat runs/demo/grpo --temperature 0 --max-new-tokens 20    greedy, and brief",
 )
 
@@ -28,7 +28,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default %(default)g)")
     length = "longest completion (default: the run's, else 256)"
     command.add_argument("--max-new-tokens", type=typed.positive, metavar="N", help=length)
-    command.add_argument("--seed", type=typed.seed, default=0, metavar="N", help="of the samples (default %(default)s)")
+    command.add_argument("--seed", type=typed.seed, default=0, metavar="N", help="seed of the samples (default %(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:

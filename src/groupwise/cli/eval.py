@@ -12,7 +12,7 @@ from groupwise.errors import ConfigError
 
 EXAMPLES = (
     "groupwise eval runs/demo/grpo                                   as the run evaluated itself",
-    "groupwise eval runs/demo/grpo --data test.jsonl --k 4 --json    on other rows, asked in the same way",
+    "groupwise eval runs/demo/grpo --data test.jsonl --k 4 --json    on other rows, with the same settings",
 )
 
 
@@ -27,19 +27,21 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--split", metavar="NAME", help="split of a hub data set (default test)")
     command.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help="rename one, e.g. prompt=question")
     command.add_argument("--template", metavar="TEXT", help="format string that makes the prompt from the row's columns")
-    chat = "apply the chat template to string prompts, or do not"
+    chat = "apply the chat template to string prompts"
     command.add_argument("--chat", action=argparse.BooleanOptionalAction, help=chat)
     command.add_argument("--system", metavar="TEXT", help="system message")
     command.add_argument("--reward", action="append", metavar="NAME", help="a reward function, by name; may be repeated")
     command.add_argument("--verdict", metavar="NAME", help="the reward whose 1 says that a completion is right")
     typed.environment(command)
     command.add_argument("--k", type=typed.positive, metavar="N", help="sampled completions per prompt")
-    command.add_argument("--temperature", type=float, metavar="T", help="of those samples")
+    command.add_argument("--temperature", type=float, metavar="T", help="temperature of the samples")
     command.add_argument("--max-new-tokens", type=typed.positive, metavar="N", help="longest completion")
     command.add_argument("--limit", type=typed.positive, metavar="N", help="first prompts only")
-    command.add_argument("--seed", type=typed.seed, metavar="N", help="of the samples")
+    command.add_argument("--seed", type=typed.seed, metavar="N", help="seed of the samples")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.epilog = "What is not said is as in the run; of a model that no run made: accuracy, 8 samples of at most 256 tokens."
+    command.epilog = (
+        "What you leave out is as in the run.  For a model that no run made: accuracy, 8 samples of at most 256 tokens."
+    )
 
 
 class Counter:

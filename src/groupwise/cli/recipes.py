@@ -18,9 +18,9 @@ ACTIONS = ("list", "copy", "show", "import-trl")
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    action = "a bundled recipe, to read of it; or one of the words"
+    action = "a bundled recipe to read about, or what to do; without it all are listed"
     command.add_argument("action", nargs="?", default="list", metavar="NAME | copy | show | import-trl", help=action)
-    name = "with copy or show: a bundled recipe; with import-trl: a YAML or JSON file, a Python script, or a shell script"
+    name = "with copy or show: a bundled recipe; with import-trl: a YAML, JSON, Python or shell file"
     command.add_argument("name", nargs="?", metavar="NAME", help=name)
     command.add_argument("to", nargs="?", metavar="TO", help="with copy and import-trl: where to (default: NAME.yaml; the screen)")
     command.add_argument("--devices", type=typed.positive, metavar="N", help="with import-trl: devices that TRL ran on (default 1)")

@@ -18,14 +18,14 @@ def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument("folder", metavar="RUN", help="a run folder")
     command.add_argument("--step", type=typed.positive, required=True, metavar="N", help="a recorded step")
-    changed = "print beside it what this would have done: objective=dr_grpo, group.surrogate.high=0.28, optimizer.lr=1e-5 ..."
+    changed = "show what a change would have done: objective=dr_grpo, group.surrogate.high=0.28, optimizer.lr=1e-5 ..."
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=changed)
-    command.add_argument("--no-model", action="store_true", help="leave out what needs the weights before the step")
-    reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
+    command.add_argument("--no-model", action="store_true", help="compute only what needs no model: advantages, loss, its gradient")
+    reach = "most recorded steps to train again from the nearest checkpoint (default 20)"
     command.add_argument("--reach", type=typed.count, metavar="N", help=reach)
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--tokens", action="store_true", help="with --json: the gradient with respect to every log-prob too")
-    command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
+    command.add_argument("--tokens", action="store_true", help="with --json: also the gradient of every log-prob")
+    command.epilog = "The exit code is 0 if the numbers are the recorded ones, else 1."
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,8 +12,8 @@ from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
 
 EXAMPLES = (
-    "groupwise train demo                                            a bundled recipe; the same again resumes it",
-    "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run   the plan of your own, two keys changed",
+    "groupwise train demo                                            a bundled recipe; the same command resumes it",
+    "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run   the plan of your recipe, with two changes",
 )
 REPORT = "report.html"
 """What a finished run's report is called, in its folder."""
@@ -23,13 +23,11 @@ def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     typed.recipe(command)
     command.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    planned = "with --dry-run: plan for so many processes, what each holds"
+    planned = "with --dry-run: plan for so many processes"
     command.add_argument("--world", type=typed.positive, metavar="N", help=planned)
-    command.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json instead")
+    command.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json")
     command.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
-    command.add_argument(
-        "--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming"
-    )
+    command.add_argument("--fresh", action="store_true", help="start anew under the next name (NAME-2, ...)")
     changed = "resume although data, functions or models that the recipe names have changed since the run began"
     command.add_argument("--accept-changes", action="store_true", help=changed)
     command.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")

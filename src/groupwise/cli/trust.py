@@ -16,8 +16,8 @@ EXAMPLES = (
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument("folder", metavar="RUN", help="a run folder")
-    command.add_argument("--show", action="store_true", help="trust nothing: print the code that its recipe names")
-    command.epilog = "It holds for the recipe as it is now, for you, on this machine. Your own runs need no trust."
+    command.add_argument("--show", action="store_true", help="only print the code that its recipe names")
+    command.epilog = "Trust holds for the recipe as it is now, for you, on this machine. Your own runs need none."
 
 
 def run(options: argparse.Namespace) -> int:

@@ -625,7 +625,7 @@ SAME: Sequence[tuple[Any, ...]] = [
 """Names, our key, a converter or the type of a value that is taken as it is, and perhaps what to know."""
 CHANGED: Sequence[tuple[Any, ...]] = [
     ("loss_type", "objective",
-     "the preset's name, but bnpo for TRL's dapo, which is only its mean over tokens; of DPOConfig: pairs.loss", _objective),
+     "the preset of that name, but bnpo for dapo; of DPOConfig: pairs.loss", _objective),
     ("multi_objective_aggregation", "objective", "gdpo for normalize_then_sum", _objective),
     ("output_dir run_name", "name", "the run folder is runs/NAME", _folder_name),
     ("max_steps", "steps", STEPS, _length),
@@ -653,15 +653,15 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("train_sampling_strategy", "data.shuffle", "false for sequential, of SFT, reward models and DPO", _shuffle),
     ("system_prompt", "data.system", "with data.chat: true", _system_prompt),
     ("max_length max_seq_length", "data.too_long",
-     "rows longer than the model's context are dropped or cut; there is no shorter limit"),
+     "rows longer than the model's context are dropped or cut"),
     ("truncation_mode", "data.too_long", "drop or truncate_left"),
-    ("assistant_only_loss", "data.train_on", "completion: the last answer of a conversation is trained, earlier ones are not"),
+    ("assistant_only_loss", "data.train_on", "completion: the last answer of a conversation"),
     ("completion_only_loss", "data.train_on", "completion or all", Value(lambda _: "all", lambda value: value is False)),
     ("reward_funcs", "rewards", "a list of {function: ..., weight: ...}", _rewards),
     ("reward_model_name_or_path", "rewards", "{function: model, args: {path: ...}}", _rewards),
     ("reward_weights", "rewards.N.weight", "one in each entry of rewards", _rewards),
     ("environment_factory", "environment.factory", "file.py:Class; in Python environment=Class", _environment),
-    ("max_tool_calling_iterations", "environment.max_turns", "counts turns of the policy: one more than rounds of tool calls",
+    ("max_tool_calling_iterations", "environment.max_turns", "turns of the policy: one more than rounds of tool calls",
      _environment),
     ("tools", "environment.tools", "[file.py:function, ...]; in Python tools=[function, ...]", _environment),
     ("use_vllm", "rollout.engine", "vllm; the default, native, samples in the trainer's process", _engine),
@@ -689,7 +689,7 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("gradient_accumulation_steps", "group.prompts_per_step",
      "prompts per step (rows: batch_size); micro-batches follow from optimizer.tokens_per_microbatch", _batch),
     ("per_device_train_batch_size", "group.prompts_per_step",
-     "counts prompts; TRL's counts completions, all devices together divide by num_generations (rows: batch_size)", _batch),
+     "completions of all devices over num_generations (rows: batch_size)", _batch),
     ("per_gpu_train_batch_size", "group.prompts_per_step", "counts prompts, over all devices (rows: batch_size)", _batch),
     ("importance_sampling_level", "group.ratio", "token, or sequence_mean for sequence", _ratio),
     ("ref_model_sync_steps", "group.reference_refresh", f"with sync_ref_model; {STEPS}", _moving_reference),
@@ -708,12 +708,12 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("warmup_steps", "optimizer.warmup_steps", "optimizer steps, as TRL's; a share below 1 is multiplied out", _warm_up),
     ("eval_steps", "eval.every", STEPS, _evaluation),
     ("eval_strategy evaluation_strategy", "eval.every",
-     "with steps: eval_steps; no and epoch: before the first step and after the last", _evaluation),
+     "eval_steps for steps; else before the first step and after the last", _evaluation),
     ("save_steps", "save.every", STEPS, _saving),
-    ("save_strategy", "save.every", "with steps: save_steps; no, epoch and best: 0, after the last step only", _saving),
+    ("save_strategy", "save.every", "save_steps for steps; else 0: after the last step", _saving),
     ("report_to", "save.report_to", "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written",
      Value(_boards, _boards)),
-    ("log_completions", "save.rollouts_every", "every completion is written every this many steps; `groupwise view` shows them"),
+    ("log_completions", "save.rollouts_every", "completions are written every this many steps; `groupwise view` shows them"),
 ]  # fmt: skip
 """Names, our key, what to write or what differs, and the converter if a value can be carried over."""
 UNNEEDED = {
@@ -723,7 +723,7 @@ UNNEEDED = {
     "recomputing has no options": "activation_checkpointing_kwargs gradient_checkpointing_kwargs",
     "the arguments of a configuration are keys; `groupwise recipes import-trl` translates a script": "args",
     "the device chooses the kernel; how a batch is computed is model.attention": "attn_implementation",
-    "how a step is cut to fit memory follows from optimizer.tokens_per_microbatch, which cannot change the update":
+    "optimizer.tokens_per_microbatch decides how a step is cut, and cannot change the update":
         "auto_find_batch_size eval_accumulation_steps per_device_eval_batch_size precompute_ref_batch_size "
         "torch_empty_cache_steps",
     "every normalisation is over the whole step, whatever the number of processes": "average_tokens_across_devices",
@@ -741,7 +741,7 @@ UNNEEDED = {
     "groupwise train --timeout says it": "ddp_timeout",
     "steps whose loss is not finite are skipped and counted; `groupwise replay` computes one again": "debug",
     "nothing is ever dropped: what is scored is what was sampled": "disable_dropout",
-    "every step is a line of metrics.jsonl and of the terminal; dashboards are save.report_to":
+    "every step is a line of metrics.jsonl; dashboards are save.report_to":
         "disable_tqdm log_level log_level_replica log_on_each_node log_unique_prompts logging_dir logging_first_step "
         "logging_steps logging_strategy num_completions_to_print project trackio_bucket_id trackio_space_id "
         "trackio_static_space_id wandb_entity wandb_project",
@@ -752,7 +752,7 @@ UNNEEDED = {
     "EOS is what generation_config.json and the tokenizer say; `groupwise check` prints it": "eos_token",
     "nothing is ever padded: batches are packed streams": "eval_packing pad_to_multiple_of pad_token padding_free",
     "the same recipe gives the same run; `groupwise replay` checks it": "full_determinism",
-    "nothing is uploaded: `final/` is a plain Hugging Face folder, to be uploaded by its own tools":
+    "nothing is uploaded: `final/` is a plain Hugging Face folder":
         "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token log_completions_hub_repo push_to_hub",
     "a resumed run continues where its data stood": "ignore_data_skip",
     "tokens/sampled and tokens/trained are in every step's metrics": "include_num_input_tokens_seen",
@@ -779,7 +779,7 @@ UNNEEDED = {
     "the plan shares the memory out; of a server: groupwise serve --cache": "vllm_gpu_memory_utilization",
     "weights travel through the server's own address": "vllm_group_port",
     "the longest prompt and rollout.max_new_tokens say it": "vllm_max_model_len vllm_max_model_length",
-    "vLLM's own model, with the trainer's weights, is proven against the trainer before the first step": "vllm_model_impl",
+    "vLLM's own model is compared with the trainer before the first step": "vllm_model_impl",
     "a run waits for its servers, and says which does not answer": "vllm_server_timeout",
     "of a server: groupwise serve MODEL -- --tensor-parallel-size 2": "vllm_tensor_parallel_size",
 }  # fmt: skip
@@ -788,7 +788,7 @@ LACKING = {
     "activations stay on the device: model.gradient_checkpointing keeps fewer of them": "activation_offloading",
     "weights are float32 or bfloat16":
         "bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit quantization_config use_bnb_nested_quant",
-    "there are no callbacks: a loop of your own over `gw.train(...)` does what they did": "callbacks",
+    "a loop of your own over `gw.train(...)` does what callbacks did": "callbacks",
     "a loss of your own is a part: group.surrogate: file.py:function": "compute_loss_func",
     "rows are read once, before the first step": "dataset_streaming",
     "pairs.loss is sigmoid or ipo": "discopop_tau use_weighting",
@@ -811,15 +811,15 @@ LACKING = {
     "the optimizer is AdamW with float32 state": "optim_target_modules optimizer_cls_and_kwargs",
     "the optimizer is AdamW with float32 state, and its schedule optimizer.schedule": "optimizers",
     "the reference is the policy as it was before its first step": "ref_model",
-    "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`": "repetition_penalty",
+    "the scorer cannot reproduce a penalty: use the reward `repetition`": "repetition_penalty",
     "rewards are taken as they are: clip in the reward function": "reward_clip_range",
     "who samples for itself is a harness: environment.harness": "rollout_func",
-    "the model's config.json says it: output_router_logits switches the balancing loss on, at its router_aux_loss_coef":
+    "output_router_logits and router_aux_loss_coef in the model's config.json decide":
         "router_aux_loss_coef",
     "a checkpoint is whole: `groupwise train` resumes from it": "save_only_model",
-    "float32 products are float32's; model.dtype: autocast is the fast way": "tf32",
+    "model.dtype: autocast is the fast way": "tf32",
     "adapters are LoRA's": "use_dora",
-    "constrained decoding makes another distribution, which the scorer does not have": "vllm_structured_outputs_regex",
+    "the scorer cannot reproduce constrained decoding": "vllm_structured_outputs_regex",
 }  # fmt: skip
 """What there is instead: names."""
 

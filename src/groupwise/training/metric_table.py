@@ -101,16 +101,16 @@ METRICS: tuple[Section, ...] = (
         "The step",
         "Every line.",
         (
-            Metric("step", "steps", "counts from 1", "Which step the line is of: a rollout and its updates, or one batch of rows."),
+            Metric("step", "steps", "counts from 1", "A rollout and its updates, or one batch of rows."),
             Metric("wall", "seconds", "time since 1970", "When the line was written."),
-            Metric("loss", "-", "mean over updates of sum(weight x loss)", "The objective. On-policy it says nothing of progress:"
-                   " it is minus the mean advantage, about 0, while its gradient is not. For SFT, DPO and reward models it does.",
+            Metric("loss", "-", "mean over updates of sum(weight x loss)", "The objective. On-policy it is about 0 and says nothing"
+                   " of progress. For SFT, DPO and reward models it does.",
                    label="Loss", column="loss"),
-            Metric("grad_norm", "-", "|g|, before clipping; mean over updates", "Length of the gradient over all weights.",
+            Metric("grad_norm", "-", "|g|, before clipping; mean over updates", "Length of the gradient.",
                    "no spikes",
                    label="Gradient norm"),
             Metric("lr", "-", "of the last update", "The learning rate as scheduled."),
-            Metric("skipped_updates", "updates", "count", "Updates left out because the gradient was not finite.", "0",
+            Metric("skipped_updates", "updates", "count", "Updates without a finite gradient, left out.", "0",
                    flag=Flag(
                         "Updates were skipped",
                         "{value} updates a step were not made, because a loss or a gradient was not finite.",
@@ -145,8 +145,8 @@ METRICS: tuple[Section, ...] = (
             Metric("rewards/NAME/none", "share", "completions with None / completions",
                    "How often the function did not apply. Written only if it happened.", "small, or as intended"),
             Metric("groups/dead", "share", "1 - groups with a trained token whose advantage is not 0 / prompts drawn",
-                   "Groups that teach nothing: their rewards are equal, or all of them is masked. With pass rate p expect p^G +"
-                   " (1 - p)^G. TRL's `frac_reward_zero_std`, which counts equal rewards alone.", "below 0.5",
+                   "Groups that teach nothing: equal rewards, or all masked. With pass rate p expect p^G + (1 - p)^G. TRL's"
+                   " `frac_reward_zero_std` counts equal rewards alone.", "below 0.5",
                    label="Dead groups", column="dead",
                    flag=Flag(
                         "Most groups are dead",
@@ -155,7 +155,7 @@ METRICS: tuple[Section, ...] = (
                         "easy: harder prompts. Half of both: objective dapo, or group.dead_groups: refill.",
                         above=MOST, solved=True)),
             Metric("groups/solved", "share", "groups whose completions are all right / groups with a verdict",
-                   "By the recipe's verdict; not written without one.", "not near 1",
+                   "By the recipe's verdict, if there is one.", "not near 1",
                    flag=Flag(
                         "Most groups are solved",
                         "Every completion is right in {share} of the groups: there is little left to learn from these "
@@ -170,7 +170,7 @@ METRICS: tuple[Section, ...] = (
                         "Easier prompts, a better start (SFT), a larger group.group_size, partial rewards.",
                         above=MOST)),
             Metric("log/NAME", "yours", "mean over calls", "What reward functions logged by `log_metric`."),
-            Metric("prompts", "prompts", "count", "Prompts drawn; above `group.prompts_per_step` where dead groups are refilled."),
+            Metric("prompts", "prompts", "count", "Prompts drawn, refills included."),
             Metric("prompts/skipped", "prompts", "count since the start", "Visits left out (`data.curriculum`, `data.retire`)."),
             Metric("prompts/retired", "prompts", "count", "Prompts that do not come again (`data.retire`)."),
         ),
@@ -187,7 +187,7 @@ METRICS: tuple[Section, ...] = (
             Metric("completions/mean_terminated_length", "tokens", "mean over completions that ended by themselves",
                    "Length without the truncated ones."),
             Metric("completions/clipped_ratio", "share", "truncated completions / completions",
-                   "Share cut off at `rollout.max_new_tokens`. Lengths are clipped here, not ratios; the name is TRL's.",
+                   "Share cut off at `rollout.max_new_tokens`: lengths are clipped, not ratios. The name is TRL's.",
                    "below 0.1", label="Cut off",
                    flag=Flag(
                         "Most completions are cut off",
@@ -196,24 +196,24 @@ METRICS: tuple[Section, ...] = (
                         "stopping (soft_overlong).",
                         above=0.5)),
             Metric("completions/duplicates", "share", "1 - distinct completions / completions",
-                   "Share that repeats another completion of its group, token for token.", "small, unless answers are short",
+                   "Share that repeats another completion of its group.", "small, unless answers are short",
                    flag=Flag(
                         "The group says one thing again and again",
                         "{share} of the completions repeat another of their group, token for token.",
                         "The policy has collapsed, or rollout.temperature is too low.",
                         above=0.8, solved=True)),
             Metric("entropy", "nats / token", "mean_t of -log p(sampled token)", "Sampled estimate of the policy's entropy, at the"
-                   " sampling temperature.", "falls slowly, not to 0", label="Entropy", column="entropy",
+                   " temperature.", "falls slowly, not to 0", label="Entropy", column="entropy",
                    flag=Flag(
                         "The policy no longer explores",
                         "Its entropy is {value} nats: it is sure of nearly every token.",
                         "Lower optimizer.lr, stop earlier, clip higher (dapo), or give group.entropy_bonus.",
                         below=0.01, solved=True)),
-            Metric("entropy_bonus", "-", "c of Skywork-OR1's rule, at the last update", "Coefficient of the adaptive entropy bonus,"
-                   " where there is a `group.entropy_target`.", "at its bound only for a while"),
+            Metric("entropy_bonus", "-", "c of Skywork-OR1's rule, at the last update", "Coefficient of the bonus with"
+                   " `group.entropy_target`.", "at its bound only for a while"),
             Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled and kept.", label="Tokens sampled"),
             Metric("tokens/discarded", "tokens", "tokens of groups sampled for the step and not kept",
-                   "What refilling dead groups threw away; not written where rollouts run ahead."),
+                   "Thrown away by refilling dead groups; not written for rollouts ahead."),
         ),
     ),
     Section(
@@ -221,14 +221,14 @@ METRICS: tuple[Section, ...] = (
         "Online objectives in environments, or with tools. Means are over episodes.",
         (
             Metric("episodes/turns", "turns", "mean", "Turns of an episode."),
-            Metric("episodes/answer_tokens", "tokens", "mean", "What tools and environments answered; no token of it is trained."),
-            Metric("episodes/splits", "places", "mean", "Where what stood before a turn was rewritten: the episode went on as a"
-                   " branch.", "0 where the template keeps the past"),
+            Metric("episodes/answer_tokens", "tokens", "mean", "Answers of tools and environments, which are not trained."),
+            Metric("episodes/splits", "places", "mean", "The past was rewritten, and the episode went on as a branch.",
+                   "0 where the template keeps the past"),
             Metric("episodes/truncated", "share", "episodes that a limit ended / episodes", "Limits of tokens, turns and time.",
                    "below 0.1"),
             Metric("episodes/errors", "share", "episodes that failed / episodes", "Environments and harnesses that failed.", "0"),
             Metric("episodes/tool_calls", "calls", "mean", "Calls of tools in an episode."),
-            Metric("episodes/tool_failures", "share", "failed calls / calls", "Calls that failed, for whatever reason.", "falls"),
+            Metric("episodes/tool_failures", "share", "failed calls / calls", "Calls that failed.", "falls"),
             Metric("episodes/tool_failures/NAME", "share", "calls that failed so / calls", "By kind: `unreadable`, `unknown`,"
                    " `arguments`, `exception`, `timeout`."),
         ),
@@ -255,8 +255,8 @@ METRICS: tuple[Section, ...] = (
                    "KL to the reference, with `group.beta`; by k1 where it is taken from the reward.",
                    "grows slowly", label="KL to reference", column="kl"),
             Metric("kl/max", "nats", "max of the estimator", "Its largest token."),
-            Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where the exponential is continued"
-                   " as its tangent.", "0",
+            Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where the exponential becomes its"
+                   " tangent.", "0",
                    flag=Flag(
                         "Tokens far off the reference",
                         "{value} tokens a step lie 20 nats or more from the reference.",
@@ -268,8 +268,8 @@ METRICS: tuple[Section, ...] = (
         "Critic and teacher",
         "PPO, and objectives with a teacher. V: the critic's value before this step, R: its target.",
         (
-            Metric("value/mean", "yours", "mean V", "What the critic expected, of the tokens whose completion has a reward."),
-            Metric("value/return", "yours", "mean R", "What it should have said.", "near `value/mean`"),
+            Metric("value/mean", "yours", "mean V", "What the critic expected, where a completion has a reward."),
+            Metric("value/return", "yours", "mean R", "What it should expect.", "near `value/mean`"),
             Metric("value/loss", "yours^2", "mean (V - R)^2 / 2", "Error of the critic, without clipping."),
             Metric("value/explained", "share", "1 - Var(R - V) / Var(R)", "Variance of the returns that the critic explains.",
                    "above 0 and rising",
@@ -280,7 +280,7 @@ METRICS: tuple[Section, ...] = (
                         "(critic.path).",
                         below=0.01, solved=True, after=20)),
             Metric("teacher/kl", "nats / token", "mean(l - log p_teacher) over drawn tokens",
-                   "Estimate of KL(policy || teacher), where the teacher is asked for drawn tokens alone.", "falls"),
+                   "Estimate of KL(policy || teacher), of a teacher that scores drawn tokens alone.", "falls"),
         ),
     ),
     Section(
@@ -291,17 +291,16 @@ METRICS: tuple[Section, ...] = (
                    "Prompt tokens that siblings did not compute again.", label="Tokens shared"),
             Metric("tokens/dead", "tokens", "count", "Tokens of completions that no update trained.",
                    "below half of `tokens/sampled`", label="Tokens dead"),
-            Metric("tokens/recomputed", "tokens", "count", "Completion tokens of forward passes that had been made before: scoring"
-                   " ahead of the updates, checkpointed activations.", label="Tokens recomputed"),
+            Metric("tokens/recomputed", "tokens", "count", "Completion tokens computed again: scoring ahead of the updates,"
+                   " checkpointed activations.", label="Tokens recomputed"),
             Metric("flops/per_second", "FLOP / second", "FLOPs of the step's models / seconds of the step / processes",
-                   "Sampling, updates, and what reference, critic and teacher compute in this process; what is computed again to"
-                   " save memory does not count. Divided by your device's peak it is the utilisation (MFU). Not of mixtures of"
-                   " experts.", label="FLOPs per second"),
+                   "Sampling, updates, reference, critic and teacher, without what is computed again to save memory. Over your"
+                   " device's peak it is the utilisation (MFU). Not of mixtures of experts.", label="FLOPs per second"),
         ),
     ),
     Section(
         "Sampler against trainer",
-        "Online objectives. At the first update after a rollout both compute the same probabilities, so what differs is rounding.",
+        "Online objectives. At the first update after a rollout both compute the same probabilities, up to rounding.",
         (
             Metric("mismatch/mean", "nats", "mean |l - b|", "Mean difference of the log-probs.",
                    "1e-5 in float32, 1e-2 in bfloat16"),
@@ -329,13 +328,13 @@ METRICS: tuple[Section, ...] = (
         (
             Metric("ranks/imbalance", "-", "max positions of a process / mean", "How evenly the update is dealt out.", "below 1.1"),
             Metric("ranks/idle/N", "share", "1 - positions of process N / max", "Idle share of process N in the update."),
-            Metric("time/waiting/RANK", "seconds", "wall time", "Waited for the slowest process before records were exchanged."),
+            Metric("time/waiting/RANK", "seconds", "wall time", "Waited for the slowest process."),
         ),
     ),
     Section(
         "Objectives on data",
-        "SFT, reward models, DPO and IPO, process reward models; with `eval/` before it: the same on held-out rows. s_c and s_r are"
-        " the scores of the chosen and the rejected side; for DPO the implicit rewards beta (l - ref).",
+        "SFT, reward models, DPO and IPO, process reward models; `eval/NAME` on held-out rows. s_c and s_r: scores of the chosen"
+        " and the rejected side, for DPO the implicit rewards beta (l - ref).",
         (
             Metric("nll", "nats / token", "mean_t(-l_t)", "SFT's loss."),
             Metric("perplexity", "-", "exp(nll)", "The same as a number of choices."),
@@ -358,16 +357,16 @@ METRICS: tuple[Section, ...] = (
     ),
     Section(
         "Held-out prompts",
-        "At evaluations, under `eval/`; with sampling settings of their own. A completion is right if the recipe's `verdict` gives"
-        " it 1; by default that is the first reward that is the built-in `accuracy`, `exact` or `number`. Rates are over the"
-        " completions that it judged. Without a verdict there are rewards alone.",
+        "With the sampling settings of `eval`. A completion is right if the recipe's"
+        " [verdict](rewards.md#which-completions-are-right) gives it 1. Rates are over the completions that it judged."
+        " Without a verdict there are rewards alone.",
         (
             Metric("eval/greedy", "share", "right greedy completions / judged ones", "Greedy accuracy.",
                    label="Held out, greedy"),
             Metric("eval/sampled", "share", "mean over prompts of right samples / judged ones", "Sampled accuracy.",
                    label="Held out, sampled"),
             Metric("eval/pass@K", "share", "mean of 1 - C(n - c, k) / C(n, k); c right of n (2107.03374)",
-                   "Is one of k samples right? Over prompts with at least k judged samples."),
+                   "Is one of k samples right? Of prompts with k judged samples or more."),
             Metric("eval/greedy_reward", "yours", "mean combined reward of the greedy completions", "Without a verdict."),
             Metric("eval/reward", "yours", "mean combined reward of the samples", "Held-out reward."),
             Metric("eval/NAME/half_width", "as NAME", "half the 95 % interval: Wilson for shares, normal over prompts for means",
