@@ -26,13 +26,13 @@ from steps import improve
 
 import groupwise as gw
 from groupwise import errors
-from groupwise.algorithms.resolve import corrected, resolve
+from groupwise.algorithms.losses import Correction
+from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
 from groupwise.config.schema import lookup, settings_table
 from groupwise.config.settings import (
-    CorrectionSettings,
     GroupSettings,
     OptimizerSettings,
     RewardSettings,
@@ -279,7 +279,7 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
         tiny_policy(),
         GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5, entropy_target=9.0, entropy_bonus=0.01),
     )
-    algorithm = corrected(resolve("grpo", settings, 8), CorrectionSettings())
+    algorithm = replace(resolve("grpo", settings, 8), correction=Correction())
     groups = add_signals(groups, algorithm, reference=frozen_copy(policy), budget=1000)
     made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}
     groups = [

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import yaml
 from rule_rewards import RuleRewards
 from safetensors.torch import load_file
 
-from groupwise.algorithms.resolve import corrected, resolve
+from groupwise.algorithms.losses import Correction
+from groupwise.algorithms.resolve import resolve
 from groupwise.config.recipes import load_recipe
-from groupwise.config.settings import CorrectionSettings, GroupSettings, OptimizerSettings
+from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
@@ -75,9 +77,9 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
         places = iter(range(1000))
         return engine, train_online(
             policy,
-            corrected(resolve("grpo", settings, 8), CorrectionSettings()),
+            replace(resolve("grpo", settings, 8), correction=Correction()),
             SampledRollouts(
-                algorithm=corrected(resolve("grpo", settings, 8), CorrectionSettings()),
+                algorithm=replace(resolve("grpo", settings, 8), correction=Correction()),
                 engine=engine,
                 rewards=RuleRewards(even),
                 draw=lambda k: [prompt(next(places)) for _ in range(k)],

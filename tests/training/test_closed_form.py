@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.resolve import corrected, resolve
+from groupwise.algorithms.losses import Correction, Terms
+from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS
-from groupwise.config.settings import CorrectionSettings, GroupSettings
+from groupwise.config.settings import GroupSettings
 from groupwise.errors import DataError
 from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import WholeLoss
@@ -79,7 +79,7 @@ def test_the_closed_form_gradient_equals_autograd(
 
 def test_the_closed_form_includes_the_correction(scored_group: Callable[..., Scored]) -> None:
     """With one, the ratio is to the trainer's own log-prob, and the sampler's gives the weight."""
-    algorithm = corrected(resolve("grpo", GroupSettings(group_size=2), 8), CorrectionSettings(high=2.0))
+    algorithm = replace(resolve("grpo", GroupSettings(group_size=2), 8), correction=Correction(high=2.0))
     groups = [scored_group([1.0, 0.0], [2, 3])]
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     logp = {(sample.group, sample.index): sample.behavior_logp + np.log(1.5) for sample in samples}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,10 @@ import torch
 from rule_rewards import RuleRewards
 from steps import improve
 
-from groupwise.algorithms import losses
-from groupwise.algorithms.losses import guarded_exp
-from groupwise.algorithms.parts import options
-from groupwise.algorithms.resolve import corrected, resolve
+from groupwise.algorithms.losses import Correction, guarded_exp
+from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
-from groupwise.config.settings import CorrectionSettings, EngineSettings, GroupSettings, OptimizerSettings, RolloutSettings
+from groupwise.config.settings import EngineSettings, GroupSettings, OptimizerSettings, RolloutSettings
 from groupwise.data.packing import pack
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
@@ -36,7 +34,7 @@ from groupwise.training.signals import add_signals
 
 
 def grpo(**keywords: Any) -> Algorithm:
-    return corrected(resolve("grpo", GroupSettings(), 16), CorrectionSettings(**keywords))
+    return replace(resolve("grpo", GroupSettings(), 16), correction=Correction(**keywords))
 
 
 def own_logp(policy: Policy, sample: Sample) -> torch.Tensor:
@@ -129,18 +127,11 @@ def test_only_another_engine_is_corrected() -> None:
     assert sampled_elsewhere(plain, RolloutSettings()).correction is None
     assert sampled_elsewhere(plain, RolloutSettings(engine=EngineSettings(name="vllm", correct=None))).correction is None
     by_default = sampled_elsewhere(plain, RolloutSettings(engine=EngineSettings(name="vllm")))
-    assert by_default.correction is not None and by_default.token_level
-    by_sequence = EngineSettings(name="vllm", correct=CorrectionSettings(level="sequence_mean"))
+    assert by_default.correction == Correction() and by_default.token_level
+    by_sequence = EngineSettings(name="vllm", correct=Correction(level="sequence_mean"))
     assert not sampled_elsewhere(plain, RolloutSettings(engine=by_sequence)).token_level
     older = sampled_elsewhere(plain, RolloutSettings(engine=EngineSettings(ahead=1)))
     assert older.correction is not None, "weights that are a step older sample other probabilities than the trainer computes"
-
-
-def test_the_settings_of_the_correction_are_its_function() -> None:
-    """Each keyword of `losses.mismatch` with its default."""
-    corrected = sampled_elsewhere(resolve("grpo", GroupSettings(), 16), RolloutSettings(engine=EngineSettings(name="vllm")))
-    assert corrected.correction is not None
-    assert options(corrected.correction) == options(losses.Correction()) == asdict(CorrectionSettings())
 
 
 def remainder(rollout: Rollout) -> float:
@@ -154,7 +145,7 @@ def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, t
     policy = tiny_policy(dtype=torch.float64, scale=2.0)
     sampler = policy if ahead else tiny_policy(dtype=torch.float64, scale=2.3)
     settings = GroupSettings(prompts_per_step=4, group_size=4, off_policy_delta=0.02)
-    algorithm = corrected(resolve("grpo", settings, 8), CorrectionSettings(high=3.0))
+    algorithm = replace(resolve("grpo", settings, 8), correction=Correction(high=3.0))
     prompts = (Prompt(id=f"0/{i}", tokens=np.arange(6, 9 + i % 4), text="") for i in range(100))
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=2e-2, clip_norm=None), 2)
     seen: list[tuple[list[torch.Tensor], Policy]] = []

@@ -17,9 +17,10 @@ from rule_rewards import RuleRewards
 from steps import score_rollouts
 
 from groupwise.algorithms.advantages import Process
-from groupwise.algorithms.resolve import corrected, resolve
+from groupwise.algorithms.losses import Correction
+from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
-from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
 from groupwise.data.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
 from groupwise.models.attention import plain_attention
@@ -137,7 +138,7 @@ def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget:
 def test_trap_14_branches_give_the_gradient_of_the_uncut_episode(name: str, elsewhere: bool, tiny_policy: Callable) -> None:
     policy, other = tiny_policy(dtype=torch.float64, scale=3.0), tiny_policy(dtype=torch.float64, scale=3.0, seed=1)
     algorithm = resolve(name, GroupSettings(group_size=3, **SETTINGS.get(name, {})), 16)
-    algorithm = corrected(algorithm, CorrectionSettings()) if elsewhere else algorithm
+    algorithm = replace(algorithm, correction=Correction()) if elsewhere else algorithm
     if algorithm.entropy_quantile:
         algorithm = replace(algorithm, entropy_quantile=0.0)
     groups = near(policy, groups_with("same"))

@@ -11,8 +11,9 @@ from rule_rewards import Rule, RuleRewards
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.algorithms.resolve import corrected, resolve
-from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.algorithms.losses import Correction
+from groupwise.algorithms.resolve import resolve
+from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
@@ -80,9 +81,9 @@ class World:
             engine = MixedEngine(self.policy, teacher.policy, algorithm.mix, max_rows=256)
         yield from train_online(
             self.policy,
-            corrected(algorithm, CorrectionSettings()) if ahead else algorithm,
+            replace(algorithm, correction=Correction()) if ahead else algorithm,
             SampledRollouts(
-                algorithm=corrected(algorithm, CorrectionSettings()) if ahead else algorithm,
+                algorithm=replace(algorithm, correction=Correction()) if ahead else algorithm,
                 engine=engine or NativeEngine(self.policy, max_rows=256),
                 rewards=RuleRewards(self.rule),
                 draw=self.draw,

@@ -391,14 +391,17 @@ def forking(entropy_N: Tensor, quantile: float) -> Tensor:
 class Correction:
     """`w = exp(b - sampler)`: corrects for an engine that computes other probabilities than the trainer.
 
-    Per token, or per completion (product, or geometric mean, of its token ratios).  `truncate` bounds w to [low, high], `mask`
-    makes it 0 outside: the dropped share is to be logged (`diagnostics.dropped`).
+    It is a section of a recipe too, `rollout.engine.correct`.  The share that `mask` drops is logged (`diagnostics.dropped`).
     """
 
     level: Literal["token", "sequence_sum", "sequence_mean"] = "token"
+    """A weight per token, or per completion: its tokens' product or geometric mean."""
     mode: Literal["truncate", "mask"] = "truncate"
+    """Bound the weight to [low, high], or make it 0 outside."""
     low: NotNegative = 0.0
+    """Smallest weight."""
     high: Positive = 2.0
+    """Largest weight."""
 
     def __call__(self, behavior_logp_M: Tensor, sampler_logp_M: Tensor, segment_M: Tensor, segments: int) -> Mismatch:
         levels = {"token": TokenRatio(), "sequence_sum": SequenceSumRatio(), "sequence_mean": SequenceMeanRatio()}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from groupwise.algorithms.losses import Correction, DemonstrationLoss, TeacherDivergence, ValueLoss
+from groupwise.algorithms.losses import DemonstrationLoss, TeacherDivergence, ValueLoss
 from groupwise.algorithms.parts import bare, check_inputs, describe, fact, name_of, options, parameters, with_options
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.errors import ConfigError
@@ -20,7 +20,7 @@ from groupwise.utils.imports import imported
 from groupwise.utils.spelling import nearest
 
 if TYPE_CHECKING:
-    from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, Part
+    from groupwise.config.settings import CriticSettings, GroupSettings, Part
 
 KLS_IN_REWARD = ("k1", "k3")
 """Estimators that a credit with the option `kl` can subtract from the reward."""
@@ -52,11 +52,6 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int, critic: C
     for term in algorithm.extra:
         check_inputs("extra", term)
     return algorithm
-
-
-def corrected(algorithm: Algorithm, by: CorrectionSettings) -> Algorithm:
-    """The algorithm for completions whose sampler computes other probabilities than the trainer (`losses.Correction`)."""
-    return replace(algorithm, correction=Correction(level=by.level, mode=by.mode, low=by.low, high=by.high))
 
 
 def row_of(objective: str) -> Algorithm:

@@ -1,7 +1,7 @@
 """The settings of a recipe: every key with its meaning, type, range, default and TRL's name for it.
 
-Nothing is written down twice: keys, types, ranges and defaults come from the dataclasses in `settings.py`, meanings from the text
-below each field there, TRL's names from `trl.py`.
+Nothing is written down twice: keys, types, ranges and defaults come from the dataclasses in `settings.py` (and one of
+`algorithms/losses.py`), meanings from the text below each field there, TRL's names from `trl.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Union
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
+from groupwise.algorithms import losses
 from groupwise.algorithms.table import PARTS
 from groupwise.config import settings
 from groupwise.config.trl import FATES, TABLE
@@ -141,10 +142,10 @@ def expected(hint: Any) -> str:
 
 @cache
 def _meanings() -> dict[tuple[str, str], str]:
-    """(class, field) -> the text below the field in settings.py; (class, "") -> the class's docstring."""
+    """(class, field) -> the text below the field in its file; (class, "") -> the class's docstring."""
     meanings: dict[tuple[str, str], str] = {}
-    tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
-    for part in tree.body:
+    trees = [ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")) for module in (settings, losses)]
+    for part in (node for tree in trees for node in tree.body):
         if not isinstance(part, ast.ClassDef):
             continue
         meanings[part.name, ""] = ast.get_docstring(part) or ""

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
+from groupwise.algorithms.losses import Correction
 from groupwise.algorithms.table import ALGORITHMS
 
 Positive = Annotated[int, Gt(0)]
@@ -231,20 +232,6 @@ def verdict_of(rewards: Sequence[RewardSettings], named: str | None) -> str | No
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CorrectionSettings:
-    """Importance weights `exp(trainer's log-prob - sampler's)` for completions that vLLM or older weights sampled.  null: none."""
-
-    level: Literal["token", "sequence_sum", "sequence_mean"] = "token"
-    """A weight per token, or per completion: its tokens' product or geometric mean."""
-    mode: Literal["truncate", "mask"] = "truncate"
-    """Bound the weight to [low, high], or make it 0 outside."""
-    low: Annotated[float, Ge(0.0)] = 0.0
-    """Smallest weight."""
-    high: Annotated[float, Gt(0.0)] = 2.0
-    """Largest weight."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTraits:
     """What a recipe's other settings must know of a rollout engine.  The defaults are those of an engine of one's own."""
 
@@ -289,7 +276,8 @@ class EngineSettings:
     ahead: Count = 0
     """Steps by which sampling is ahead of training; the weights that sample are up to so many steps old.  vllm samples while the
     trainer trains.  Other engines sample before each step, which saves no time."""
-    correct: CorrectionSettings | None = field(default_factory=CorrectionSettings)
+    correct: Correction | None = field(default_factory=Correction)
+    """Importance weights `exp(trainer's log-prob - sampler's)` for completions that vLLM or older weights sampled.  null: none."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of an engine of your own."""
 

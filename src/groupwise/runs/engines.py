@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from groupwise.algorithms.resolve import corrected
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import RolloutSettings, engine_traits
 from groupwise.data.encoding import visit
@@ -122,7 +121,7 @@ def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algori
     """The algorithm, corrected where the recipe's engine computes other probabilities than the trainer, or samples ahead of it."""
     engine = settings.engine
     trained = engine_traits(engine.name).own_weights and not engine.ahead
-    return algorithm if trained or engine.correct is None else corrected(algorithm, engine.correct)
+    return algorithm if trained else replace(algorithm, correction=engine.correct)
 
 
 def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> PrefetchedRollouts:
