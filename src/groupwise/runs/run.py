@@ -27,12 +27,12 @@ from groupwise.runs import checkpoint, dashboards
 from groupwise.runs.checkpoint import Saver, reader, set_failure_hint
 from groupwise.runs.folder import FINAL, REFERENCE, Lock, check_reference, choose_folder, record_end
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
+from groupwise.runs.interrupts import endings
 from groupwise.runs.job import Job, Judged, make_job, resolved
 from groupwise.runs.log import RunLog
 from groupwise.runs.model_card import write_card
 from groupwise.runs.policies import fit_threads
 from groupwise.runs.run_files import RunFiles
-from groupwise.runs.signals import endings
 from groupwise.runs.trust import seal
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files

@@ -24,12 +24,12 @@ from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.runs import checkpoint
 from groupwise.runs.folder import FINAL, anew, choose_folder, finished, unfinished
+from groupwise.runs.interrupts import end_later
 from groupwise.runs.job import Judged, plan_of
 from groupwise.runs.plan import Lines
 from groupwise.runs.progress import Progress, make_console, safe
 from groupwise.runs.recorded import list_rollouts
 from groupwise.runs.run import Run, RunResult, join
-from groupwise.runs.signals import end_later
 from groupwise.training.evaluate import Evaluation
 
 ACROSS = 5

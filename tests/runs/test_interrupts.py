@@ -25,11 +25,11 @@ from groupwise.config.recipes import load_recipe
 from groupwise.distributed import comm
 from groupwise.errors import Ended, PeerError
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs import signals
+from groupwise.runs import interrupts
 from groupwise.runs.checkpoint import latest, step_of
+from groupwise.runs.interrupts import endings
 from groupwise.runs.log import RunLog
 from groupwise.runs.run import train
-from groupwise.runs.signals import endings
 from groupwise.training import evaluate
 from groupwise.training.loss import Loss
 from groupwise.training.optimizer import Optimizer
@@ -352,7 +352,7 @@ def test_c7_calls_in_worker_processes_end_too(recipe: Callable, tmp_path: Path) 
 
 def test_a_second_signal_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with endings(lambda: False):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # a launcher's, right behind the first
