@@ -92,6 +92,17 @@ def test_every_class_of_trl_makes_a_run(kind: str) -> None:
     assert recipe.optimizer.lr == ast.literal_eval(FIELDS[kind]["learning_rate"])
 
 
+def test_what_sft_trains_follows_from_the_rows(caplog: pytest.LogCaptureFixture) -> None:
+    args = config("SFTConfig", max_steps=3)
+    talk = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8
+    for rows, part in ((talk, "all"), ([{"prompt": "1+1=", "completion": "2"}] * 8, "completion")):
+        recipe = gw.from_trl(args, model="m/m", train_dataset=rows).recipe
+        assert (recipe.data.train_on, recipe.data.max_tokens) == (part, 1024)
+    assert not caplog.text
+    gw.from_trl(config("SFTConfig", max_steps=3, packing=True), model="m/m", train_dataset=talk)
+    assert "still to set" in caplog.text and "batch_size: 8 x 1,024 tokens" in caplog.text
+
+
 def test_what_is_lost_is_said(caplog: pytest.LogCaptureFixture) -> None:
     args = config("GRPOConfig", max_steps=3, repetition_penalty=1.1)
     lost = {"callbacks": [print], "optimizers": (None, None), "rollout_func": print, "nonsense": 3}

@@ -218,6 +218,75 @@ def test_what_cannot_be_carried_over_is_said() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("SFTConfig", "", {"data.max_tokens": 1024, "data.too_long": None}),
+        ("DPOConfig", "max_length: 256\ntruncation_mode: keep_end", {"data.max_tokens": 256, "data.too_long": "truncate_left"}),
+        ("RewardConfig", "max_length: null", {"data.max_tokens": None}),
+        ("GRPOConfig", "", {"data.max_tokens": None}),
+        ("SFTConfig", "completion_only_loss: false", {"data.train_on": "all"}),
+        ("SFTConfig", "completion_only_loss: false\nassistant_only_loss: true", {"data.train_on": None}),
+        ("SFTConfig", "datasets: [{path: a/b, name: c, split: held}]\ndataset_name: d/d",
+         {"data.path": "a/b:c", "data.split": "held"}),
+        ("SFTConfig", "datasets: [{path: a/b}]\ntest_split_size: 0.1", {"data.path": "a/b", "data.eval_fraction": 0.1}),
+        ("SFTConfig", "datasets: [{path: a/b}, {path: c/d}]\ndataset_name: d/d", {"data.path": None}),
+    ],
+)  # fmt: skip
+def test_rows_to_learn_from(kind: str, text: str, expected: dict[str, object]) -> None:
+    keys = read(f"max_steps: 3\n{text}\n", kind=kind).keys
+    assert {key: keys.get(key) for key in expected} == expected
+
+
+def test_what_sft_counts_and_trains_depends_on_rows() -> None:
+    """With packing TRL's batch counts packed sequences; of messages it trains every token, unless a flag says otherwise."""
+    packed = read("max_steps: 3\npacking: true\nmax_length: 2048\ngradient_accumulation_steps: 2\n")
+    assert {line.name: line.fate for line in packed.lines}["packing"] == "changed"
+    assert any(said.startswith("batch_size: 16 x 2,048 tokens") for said in packed.needed)
+    assert any(said.startswith("data.train_on: all, if") for said in packed.needed)
+    for text in ("packing: false", "packing: false\nassistant_only_loss: true", "packing: false\ncompletion_only_loss: true"):
+        needed = read(f"max_steps: 3\n{text}\n").needed
+        assert not any(said.startswith("batch_size") for said in needed)
+        assert any(said.startswith("data.train_on") for said in needed) == (text == "packing: false")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "name", "fate"),
+    [
+        ("SFTConfig", "loss_type: dft", "loss_type", "missing"),
+        ("SFTConfig", "loss_type: nll", "loss_type", "unneeded"),
+        ("SFTConfig", "dataset_text_field: text", "dataset_text_field", "missing"),
+        ("GRPOConfig", "env: {A: b}", "env", "missing"),
+        ("GRPOConfig", "datasets: [{path: a}, {path: b}]", "datasets", "missing"),
+        ("RewardConfig", "use_peft: true\nlora_modules_to_save: [score]", "lora_modules_to_save", "unneeded"),
+        ("RewardConfig", "use_peft: true\nlora_modules_to_save: [score, embed_tokens]", "lora_modules_to_save", "missing"),
+        ("GRPOConfig", "use_peft: true\nlora_modules_to_save: [score]", "lora_modules_to_save", "missing"),
+    ],
+)
+def test_what_becomes_of_a_value(kind: str, text: str, name: str, fate: str) -> None:
+    lines = read(f"max_steps: 3\n{text}\n", kind=kind).lines
+    assert {line.name: line.fate for line in lines}[name] == fate
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts", "parallel"),
+    [
+        ("", 1, None),
+        ("num_processes: 4", 4, None),
+        ("accelerate_config: zero2", 8, "zero2"),  # those that come with TRL start 8
+        ("accelerate_config: zero2\nnum_processes: 2", 2, "zero2"),
+        ("accelerate_config: mine.yaml", 3, "zero3"),
+        ("config_file: mine.yaml", 3, "zero3"),
+    ],
+)
+def test_a_launchers_processes_multiply_batches(text: str, prompts: int, parallel: str | None) -> None:
+    Path("mine.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 3\n")
+    keys = read(f"num_generations: 8\nmax_steps: 3\n{text}\n").keys
+    assert (keys["group.prompts_per_step"], keys.get("parallel")) == (prompts, parallel)
+    options = " ".join(f"--{one.replace(':', '')}" for one in text.splitlines())
+    assert read(f"trl grpo --max_steps 3 {options}\n", "a.sh").keys["group.prompts_per_step"] == prompts
+
+
 def test_a_file_that_tells_no_class_wants_one() -> None:
     with pytest.raises(ConfigError, match="--as GRPOConfig"):
         read("learning_rate: 1e-6\n")
@@ -336,6 +405,32 @@ def test_an_imported_reward_is_named_where_it_comes_from(head: str, named: str, 
     imported = read(script(head, f"reward_funcs={named}, train_dataset=load_dataset('d/d')"), "c.py")
     assert rewards_of(imported) == [function]
     assert not [text for text in imported.needed if "rewards" in text]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "made"),
+    [
+        ("1024, 128", {"max_tokens": 1024, "cache": 128}),
+        ("max_completion_len=LONGEST, soft_punish_cache=256", {"max_tokens": 1024, "cache": 256}),
+    ],
+)
+def test_a_punishment_that_trl_makes_is_built_in(arguments: str, made: dict[str, int]) -> None:
+    head = "LONGEST = 1024\nfrom trl.rewards import accuracy_reward, get_soft_overlong_punishment"
+    functions = f"reward_funcs=[accuracy_reward, get_soft_overlong_punishment({arguments})], train_dataset=load_dataset('d/d')"
+    rewards = read(script(head, functions), "c.py").keys.get("rewards")
+    assert rewards == [{"function": "accuracy"}, {"function": "soft_overlong", "args": made}]
+
+
+def test_rows_that_a_script_splits_are_split_here() -> None:
+    head = "rows = load_dataset('d/d', split='train').train_test_split(test_size=0.1, seed=3)\ndef f(completions): ..."
+    imported = read(script(head, "reward_funcs=f, train_dataset=rows['train'], eval_dataset=rows['test']"), "c.py")
+    assert (imported.keys["data.path"], imported.keys["data.eval_fraction"]) == ("d/d", 0.1)
+    assert "data.eval_path" not in imported.keys and not imported.by_fate().get("not read")
+    for trained, held in (("rows['test']", "rows['train']"), ("counted['train']", "counted['test']")):
+        more = f"{head}\ncounted = load_dataset('d/d').train_test_split(test_size=100)"
+        imported = read(script(more, f"reward_funcs=f, train_dataset={trained}, eval_dataset={held}"), "c.py")
+        assert not {"data.path", "data.eval_fraction"} & imported.keys.keys()
+        assert {line.name for line in imported.lines if line.fate is None} == {"train_dataset", "eval_dataset"}
 
 
 def test_rewards_of_one_name_are_told_apart() -> None:
@@ -688,6 +783,16 @@ def test_a_model_that_a_script_loads_is_its_path() -> None:
     assert "dataset.to_json" in imported.render()
 
 
+@pytest.mark.parametrize(("reference", "fate"), [("a/model", "unneeded"), ("another/model", "missing")])
+def test_a_reference_that_is_the_model_itself_is_no_loss(reference: str, fate: str) -> None:
+    text = (
+        "net = AutoModelForCausalLM.from_pretrained('a/model')\n"
+        f"ref = AutoModelForCausalLM.from_pretrained({reference!r}).to('cuda')\n"
+        "DPOTrainer(net, ref, args=DPOConfig(), train_dataset=load_dataset('d/d'))\n"
+    )
+    assert {line.name: line.fate for line in read(text, "dpo.py").lines}["ref_model"] == fate
+
+
 # ---------------------------------------------------------------- public configurations, by their keys and values
 
 OPEN_R1 = """
@@ -735,7 +840,7 @@ per_device_train_batch_size: 16
 save_strategy: epoch
 warmup_ratio: 0.1
 """, "GRPOConfig", {"objective": "bnpo", "optimizer.lr": 2e-5, "group.group_size": 7, "rollout.max_new_tokens": 1024,
-                    "group.prompts_per_step": 37, "save.every": 0, "data.max_prompt_tokens": 512}),
+                    "group.prompts_per_step": 256, "save.every": 0, "data.max_prompt_tokens": 512}),
     # huggingface/open-r1, recipes/DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo.yaml (the chat template shortened)
     "open-r1 distill": (OPEN_R1 + """
 model_name_or_path: deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B

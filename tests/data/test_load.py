@@ -31,6 +31,16 @@ def test_the_held_out_share_is_the_same_rows_for_every_objective_seed_and_wrappi
     assert plain.held_out_report.rows == len(expected)
 
 
+@pytest.mark.parametrize(("longest", "rows"), [(None, 3), (5, 2), (4, 1), (64, 3)])
+def test_rows_to_learn_from_may_be_shorter_than_the_context_and_never_longer(longest, rows, write, tokenizer):
+    path = write([{"prompt": prompt, "completion": "7"} for prompt in ("1+1=", "1=", "1+2+3+4=")])
+    limit = longest and longest + 1  # a completion is 7 and its end
+    settings = DataSettings(path=path, max_tokens=limit)
+    data = load_records(DEMONSTRATIONS, settings, tokenizer, context=10, eos_ids=(1,))
+    assert len(data.train) == rows
+    assert data.report.dropped == ({f"longer than {limit} tokens": 3 - rows} if rows < 3 else {})
+
+
 @pytest.mark.parametrize("prompt", ["", [{"role": "system", "content": "1"}]])
 def test_demonstrations_are_held_out_by_the_prompt_that_is_rendered(prompt, write, tokenizer):
     def row(i):

@@ -76,16 +76,25 @@ def from_trl(
         values=values,
         devices=int(getattr(args, "world_size", 1)) * max(1, int(getattr(args, "n_gpu", 1))),
         rows=len(rows) if hasattr(rows, "__len__") and not isinstance(rows, str) else None,
+        columns=_columns(rows),
     )
     imported = translated(trl)
     if lost := [line for line in imported.lines if line.fate in ("missing", None)]:
         log.warning("of TRL's arguments these are not carried over: %s", "; ".join(map(str, lost)))
+    if imported.needed:
+        log.warning("still to set, beside TRL's arguments: %s", "; ".join(imported.needed))
     keys = imported.tree()
     keys["data"] = {key: value.rows if isinstance(value, _UnshownRows) else value for key, value in keys.get("data", {}).items()}
     training = train(**keys, tokenizer=processing_class if loaded else None, fresh=fresh, accept_changes=accept_changes)
     result = TrlTraining(training.recipe, accept_changes=accept_changes)
     result.imported = imported
     return result
+
+
+def _columns(rows: Any) -> set[str] | None:
+    """The columns of the first row, which is the one that TRL goes by; None where rows are not here."""
+    first = next(iter(rows), None) if hasattr(rows, "__len__") and not isinstance(rows, str) else None
+    return set(first) if isinstance(first, Mapping) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -59,7 +59,8 @@ class Imported:
         """How many lines came to what, and each line that is lost or means something else."""
         fates = self.by_fate()
         counts = ", ".join(f"{len(lines)} {title}" for title, lines in fates.items())
-        lines = [f"{self.source}: {self.kind}, {len(self.lines)} arguments: {counts}"]
+        source = "" if self.source == self.kind else f"{self.source}: "
+        lines = [f"{source}{self.kind}, {len(self.lines)} arguments: {counts}"]
         for title in (FATES["changed"], FATES["missing"], "not read"):
             lines += [f"  {title}: {line}" for line in fates.get(title, ())]
         return "\n".join([*lines, *(f"  still to set: {one}" for one in self.needed)])

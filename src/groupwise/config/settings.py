@@ -169,8 +169,10 @@ class DataSettings:
     row is skipped), `error`."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
+    max_tokens: Positive | None = None
+    """Longest row, prompt and completion together, of objectives that learn from data; default, and at most: the context."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
-    """What happens to longer prompts.  They are counted."""
+    """What happens to longer prompts and rows.  They are counted.  `truncate_left` cuts the prompt's beginning."""
     retire: Count = 0
     """Online objectives: remove a prompt after so many solved visits in a row (`verdict` gave 1 to every completion); 0: never.
     When all prompts are removed, all return."""

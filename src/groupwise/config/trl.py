@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from groupwise.config.settings import DATA_SUFFIXES, REWARDS, BoardName
-from groupwise.config.trl_arguments import KINDS, Configuration, Fate, RewardModel, mapping_of, short
+from groupwise.config.trl_arguments import ADAPTER, KINDS, Configuration, Fate, RewardEntry, RewardModel, mapping_of, short
 from groupwise.utils.spelling import closest
 
 FATES: dict[Fate, str] = {
@@ -141,6 +141,9 @@ def _lora(trl: Configuration) -> None:
     rank = trl.whole("lora_r", 1) if "lora_r" in trl.arguments else 16
     alpha = trl.number("lora_alpha") if "lora_alpha" in trl.arguments else 32.0
     alpha *= math.sqrt(rank) if trl.arguments.get("use_rslora") else 1.0
+    for name in ("lora_modules_to_save", f"{ADAPTER}modules_to_save"):
+        if trl.kind == "RewardConfig" and trl.arguments.get(name) in ("score", ["score"]):
+            trl.note(name, "unneeded", "the head of a reward model is always trained, and stands in the adapter's file")
     targets = trl.arguments.get("lora_target_modules")
     adapter = {"rank": rank, "alpha": int(alpha) if alpha.is_integer() else alpha, "targets": targets or "all-linear"}
     says = "TRL leaves the choice of layers to peft, which takes fewer" if targets is None else ""
@@ -149,7 +152,7 @@ def _lora(trl: Configuration) -> None:
 
 def _parallel(trl: Configuration) -> None:
     """Of a configuration of DeepSpeed, FSDP or accelerate, or of the file that is named."""
-    option = next((name for name in ("deepspeed", "fsdp", "config_file") if trl.arguments.get(name)), None)
+    option = next((name for name in ("deepspeed", "fsdp", "config_file", "accelerate_config") if trl.arguments.get(name)), None)
     if option is None:
         return
     value = trl.arguments[option]
@@ -179,16 +182,19 @@ def parallel_of(launcher: object) -> str | dict[str, Any]:
 
 def _data(trl: Configuration) -> None:
     """`data.path` and `data.eval_path` with their splits."""
-    arguments = trl.arguments
+    arguments = {**trl.arguments, **_mixture(trl)}
     name = arguments.get("dataset_name", arguments.get("train_dataset"))
     split, part = arguments.get("dataset_train_split") or "train", arguments.get("dataset_test_split") or "test"
     if name is None:
         trl.need("data.path: a file or hub name")
     else:
         name = f"{name}:{arguments['dataset_config']}" if arguments.get("dataset_config") else name
-        trl.write("data.path", name, "dataset_name", "dataset_config", "train_dataset")
+        trl.write("data.path", name, "dataset_name", "dataset_config", "train_dataset", "datasets")
         if split != "train":
-            trl.write("data.split", split, "dataset_train_split")
+            trl.write("data.split", split, "dataset_train_split", "datasets")
+    if isinstance(share := arguments.get("test_split_size"), float) and 0 < share < 1:
+        trl.write("data.eval_fraction", share, "test_split_size", says="by a hash of the prompt, not at random")
+        return
     if trl.file is None or trl.file.suffix == ".py":  # rows are handed over
         held = arguments.get("eval_dataset")
     else:  # TRL's command takes another split of the same data set
@@ -201,6 +207,17 @@ def _data(trl: Configuration) -> None:
             trl.write("data.eval_split", part, "dataset_test_split")
     elif held is not None:
         trl.need(f"data.eval_path, or data.eval_fraction: a part of {held} to evaluate on, and not to train on")
+
+
+def _mixture(trl: Configuration) -> dict[str, Any]:
+    """The one data set of `datasets` under the names of TRL's other arguments, which it goes before."""
+    mixed = trl.made("datasets", lambda rows: [_mapping(one) for one in rows], trl.arguments.get("datasets") or [])
+    names = {"dataset_name": "path", "dataset_config": "name", "dataset_train_split": "split"}
+    if len(mixed) == 1 and mixed[0].keys() <= {*names.values(), "columns"}:
+        return {name: mixed[0].get(key) for name, key in names.items()}
+    if mixed:
+        trl.note("datasets", "missing", "data.path is one file or hub name: write the rows of all of them into one file")
+    return dict.fromkeys(names) if mixed else {}
 
 
 def _system_prompt(trl: Configuration) -> None:
@@ -223,6 +240,35 @@ def _prompt_length(trl: Configuration) -> None:
     if trl.online and trl.arguments.get(name) is not None:
         trl.write("data.max_prompt_tokens", trl.whole(name, 1), name)
         trl.write("data.too_long", "truncate_left", name, says="TRL keeps the end of a longer prompt")
+
+
+def _longest(trl: Configuration) -> str:
+    """The name of the argument for the length of rows."""
+    return "max_seq_length" if "max_seq_length" in trl.arguments else "max_length"
+
+
+def _row_length(trl: Configuration) -> None:
+    """Of rows to learn from."""
+    name = _longest(trl)
+    if trl.online or trl.get(name) is None:
+        return
+    says = "" if trl.kind == "RewardConfig" else "longer rows are dropped, TRL cuts their ends"
+    if trl.get("truncation_mode") == "keep_end":
+        trl.write("data.too_long", "truncate_left", "truncation_mode")
+        says = ""
+    trl.write("data.max_tokens", trl.whole(name, 1), name, says=says)
+
+
+def _train_on(trl: Configuration) -> None:
+    """`data.train_on`: TRL's default depends on the rows."""
+    name = "completion_only_loss"
+    if trl.kind != "SFTConfig" or trl.get(name) or trl.get("assistant_only_loss"):
+        return
+    if trl.get(name) is False or (trl.columns is not None and not {"prompt", "completion"} <= trl.columns):
+        says = "" if trl.get(name) is False else "of rows without prompt and completion TRL trains every token"
+        trl.write("data.train_on", "all", name, says=says)
+    elif trl.columns is None:
+        trl.need("data.train_on: all, if rows are messages: TRL trains every token of those, Groupwise the last answer")
 
 
 # ---------------------------------------------------------------- the optimizer, and how long it goes
@@ -269,6 +315,11 @@ def _batch(trl: Configuration) -> None:
     if not trl.online:
         devices = f"{trl.devices} device{'s' if trl.devices > 1 else ''}"
         says = f"{batch.rows // trl.devices} x {devices} x {batch.pieces} steps"
+        if trl.kind == "SFTConfig" and trl.arguments.get("packing"):
+            longest = f"{trl.whole(_longest(trl), 1):,} tokens"
+            says += f" of TRL's packed sequences, {longest} each"
+            trl.note("packing", "changed", f"batch_size counts rows, TRL with packing sequences of {longest}")
+            trl.need(f"batch_size: {batch.rows * batch.pieces} x {longest} / the mean tokens of a row, to train on as many a step")
         trl.write("batch_size", batch.rows * batch.pieces, *names, says=says)
         return
     uneven = batch.completions % batch.size
@@ -376,6 +427,10 @@ def _objective(trl: Configuration) -> None:
         known = loss in ("sigmoid", "ipo")
         says = "" if known else f"{short(loss)} is not there"
         trl.write("pairs.loss", loss if known else "sigmoid", "loss_type", says=says, fate="same" if known else "missing")
+    elif trl.kind == "SFTConfig":
+        plain = loss in ("nll", "chunked_nll")
+        says = "the loss of sft is the mean over tokens of -log p" + ("" if plain else f"; {short(loss)} is not there")
+        trl.note("loss_type", "unneeded" if plain else "missing", says)
     elif preset == "gdpo":
         trl.write("objective", preset, "multi_objective_aggregation")
     elif trl.kind == "GRPOConfig":
@@ -539,6 +594,8 @@ def _rewards(trl: Configuration) -> None:
 
 def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
     """An entry of `rewards`.  A function of the user's own is never taken for a built-in one of the same name."""
+    if isinstance(function, RewardEntry):
+        return dict(function)
     if isinstance(function, RewardModel):
         return {"function": "model", "args": {"path": str(function)}}
     if callable(function):
@@ -547,12 +604,19 @@ def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
     if not isinstance(function, str) or not function:
         trl.refuse("reward_funcs", f"functions are needed, by name or themselves; {short(function)} is none")
     if function in OVERLONG:
-        sizes = {"max_tokens": ("max_completion_len", 1280), "cache": ("soft_punish_cache", 256)}
-        arguments = {ours: trl.whole(name, null=usual) for ours, (name, usual) in sizes.items()}
-        return {"function": "soft_overlong", "args": arguments}
+        return soft_overlong(
+            {name: trl.whole(name) for name in ("max_completion_len", "soft_punish_cache") if trl.get(name) is not None}
+        )
     if function in REWARD_NAMES or function in REWARDS or ":" in function:  # a name of TRL's registry, not of a script
         return {"function": REWARD_NAMES.get(function, function)}
     return {"function": ":".join(function.rsplit(".", 1)) if "." in function else f"rewards.py:{function}"}
+
+
+def soft_overlong(arguments: Mapping[str, int]) -> RewardEntry:
+    """The entry of `rewards` for TRL's punishment of long completions.   arguments: of the function that makes it."""
+    sizes = {"max_tokens": ("max_completion_len", 1280), "cache": ("soft_punish_cache", 256)}
+    arguments = {ours: arguments.get(name, usual) for ours, (name, usual) in sizes.items()}
+    return RewardEntry(function="soft_overlong", args=arguments)
 
 
 def built_in(module: str, name: str) -> str | None:
@@ -630,7 +694,8 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("output_dir run_name", "name", "the run folder is runs/NAME", _folder_name),
     ("max_steps", "steps", STEPS, _length),
     ("num_train_epochs", "epochs", "of online objectives steps: epochs x rows / group.prompts_per_step", _length),
-    ("config_file", "parallel", "of accelerate: zero2, zero3 or ddp; default: auto", _parallel),
+    ("accelerate_config config_file", "parallel",
+     "of accelerate: zero2, zero3 or ddp; default: auto. Its num_processes multiply batches", _parallel),
     ("deepspeed", "parallel", "zero2 or zero3 (FSDP2), {name: zero3, offload: true}; default: auto", _parallel),
     ("fsdp", "parallel", "zero2 or zero3 (FSDP2); default: auto", _parallel),
     ("fsdp_config", "parallel", "{name: zero3, shards: ..., offload: ...}", _parallel),
@@ -645,18 +710,17 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("use_rslora", "model.lora", "alpha x sqrt(rank): products are scaled by alpha / rank", _lora),
     ("dataset_prompt_column", "data.columns", "{prompt: ...}",
      Value(lambda column: {"prompt": column}, lambda column: _is_text(column) and column != "prompt")),
-    ("dataset_text_field", "data.columns",
-     "rows are prompt and completion, or messages: {completion: TEXT} with a prompt beside it"),
     ("eval_dataset", "data.eval_path", "a file or hub name; in Python data={'path': ..., 'eval_path': rows}", _data),
     ("dataset_config", "data.path", "NAME:CONFIG", _data),
     ("train_dataset", "data.path", "a file or hub name; in Python data=rows", _data),
+    ("datasets", "data.path", "one file or hub name: write the rows of several into one", _data),
+    ("test_split_size", "data.eval_fraction", "a share; rows are held out by a hash of the prompt", _data),
     ("train_sampling_strategy", "data.shuffle", "false for sequential, of SFT, reward models and DPO", _shuffle),
     ("system_prompt", "data.system", "with data.chat: true", _system_prompt),
-    ("max_length max_seq_length", "data.too_long",
-     "rows longer than the model's context are dropped or cut"),
-    ("truncation_mode", "data.too_long", "drop or truncate_left"),
+    ("max_length max_seq_length", "data.max_tokens", "longer rows are dropped; TRL's SFT and DPO cut them", _row_length),
+    ("truncation_mode", "data.too_long", "drop for keep_start, truncate_left for keep_end", _row_length),
     ("assistant_only_loss", "data.train_on", "completion: the last answer of a conversation"),
-    ("completion_only_loss", "data.train_on", "completion or all", Value(lambda _: "all", lambda value: value is False)),
+    ("completion_only_loss", "data.train_on", "completion or all; TRL's default is all for messages", _train_on),
     ("reward_funcs", "rewards", "a list of {function: ..., weight: ...}", _rewards),
     ("reward_model_name_or_path", "rewards", "{function: model, args: {path: ...}}", _rewards),
     ("reward_weights", "rewards.N.weight", "one in each entry of rewards", _rewards),
@@ -761,7 +825,7 @@ UNNEEDED = {
     "there are no images": "log_multimodal",
     "what is not finite is shown, and its update skipped": "logging_nan_inf_filter",
     "it follows from the objective": "lora_task_type",
-    "of accelerate: groupwise train --nproc N says it": "num_processes",
+    "of accelerate: groupwise train --nproc N says it; batches are multiplied by it": "num_processes",
     "the optimizer is AdamW with float32 state": "optim optim_args",
     "the same command resumes the run; --fresh starts anew": "overwrite_output_dir",
     "rows are always packed, and never see one another": "packing packing_strategy",
@@ -790,7 +854,9 @@ LACKING = {
         "bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit quantization_config use_bnb_nested_quant",
     "a loop of your own over `gw.train(...)` does what callbacks did": "callbacks",
     "a loss of your own is a part: group.surrogate: file.py:function": "compute_loss_func",
-    "rows are read once, before the first step": "dataset_streaming",
+    "rows are messages, or prompt and completion: a text alone is not trained": "dataset_text_field",
+    "rows are read once, before the first step": "dataset_streaming streaming",
+    "variables of the environment are set before the command": "env",
     "pairs.loss is sigmoid or ipo": "discopop_tau use_weighting",
     "an adaptive coefficient falls to 0": "entropy_coef_min",
     "evaluations begin before the first step, or with the first that eval.every asks for": "eval_delay",

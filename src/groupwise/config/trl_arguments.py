@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -50,9 +50,9 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
         "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
         "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
     },
-    "SFTConfig": {"learning_rate": 2e-5},
-    "RewardConfig": {"learning_rate": 1e-4},
-    "DPOConfig": {"learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid"},
+    "SFTConfig": {"learning_rate": 2e-5, "loss_type": "nll", "max_length": 1024},
+    "RewardConfig": {"learning_rate": 1e-4, "max_length": 1024},
+    "DPOConfig": {"learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid", "max_length": 1024},
 }  # fmt: skip
 
 ADAPTERS = {"LoraConfig": {"r": 8, "lora_alpha": 8}, "get_peft_model": {"r": 16, "lora_alpha": 16}}
@@ -74,6 +74,10 @@ def adapter_arguments(adapter: Mapping[str, Any]) -> dict[str, Any]:
 
 class RewardModel(str):
     """The folder or hub name of a reward model in the place of a function."""
+
+
+class RewardEntry(dict[str, Any]):
+    """An entry of `rewards` in the place of a function."""
 
 
 OPEN = "**"
@@ -156,6 +160,8 @@ class Configuration:
     unread: Sequence[Line] = ()
     """What the file says that could not be read, and what else it says."""
     rows: int | None = None
+    """Of the training data, where they are known."""
+    columns: Set[str] | None = None
     """Of the training data, where they are known."""
     keys: dict[str, Written] = field(default_factory=dict)
     """The recipe by dotted key."""

@@ -32,6 +32,8 @@ SHELL = re.compile(r"[|&;]+|\d*>.*|<.*")
 """What ends the arguments of a command: pipes, redirections, the next command."""
 LAUNCHER = ("config_file", "num_processes")
 """Options of accelerate's before the script that matter."""
+BUNDLED = ("fsdp1", "fsdp2", "multi_gpu", "single_gpu", "zero1", "zero2", "zero3")
+"""Configurations of accelerate's that come with TRL, for `--accelerate_config`; each of them starts 8 processes."""
 
 
 def read_configuration(file: Path, kind: str | None, devices: int) -> Configuration:
@@ -42,12 +44,22 @@ def read_configuration(file: Path, kind: str | None, devices: int) -> Configurat
     """
     if file.suffix not in (".py", ".sh", ".bash"):
         arguments = mapping_of(file)
-        return Configuration(kind=kind or _kind_of(arguments, file), arguments=arguments, devices=devices, file=file)
+        kind, devices = kind or _kind_of(arguments, file), _processes(arguments, file) or devices
+        return Configuration(kind=kind, arguments=arguments, devices=devices, file=file)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     return read_script(file, text, kind, devices) if file.suffix == ".py" else _read_command(file, text, kind, devices)
+
+
+def _processes(arguments: Mapping[str, Any], file: Path) -> int | None:
+    """How many processes the launcher starts, by its own argument or the configuration that is named; None if nothing says it."""
+    processes, named = arguments.get("num_processes"), arguments.get("accelerate_config") or arguments.get("config_file")
+    if processes is None and isinstance(named, str):
+        there = next((path for path in (file.parent / named, Path(named)) if path.is_file()), None)
+        processes = mapping_of(there).get("num_processes") if there is not None else 8 if named in BUNDLED else None
+    return processes if isinstance(processes, int) and processes > 0 else None
 
 
 def _kind_of(arguments: Mapping[str, Any], file: Path) -> str:
@@ -91,11 +103,10 @@ def _read_command(file: Path, text: str, kind: str | None, devices: int) -> Conf
     arguments = {name: value for name, value in _options(words[:place]).items() if name in LAUNCHER} | arguments
     unread = {name: value for name, value in arguments.items() if "$" in str(value)}
     program = re.split(r"[^a-z]+", Path(words[place]).stem)
-    processes = arguments.get("num_processes")
     return Configuration(
         kind=kind or next((one for name, one in COMMANDS.items() if name in program), None) or _kind_of(arguments, file),
         arguments={name: value for name, value in arguments.items() if name not in unread},
-        devices=processes if isinstance(processes, int) and processes > 0 else devices,
+        devices=_processes(arguments, file) or devices,
         file=file,
         unread=[Line(name, value, None, "a variable of the shell: set it in the recipe") for name, value in unread.items()],
     )

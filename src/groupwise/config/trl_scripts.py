@@ -13,8 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.trl import CALLS, TABLE, built_in
-from groupwise.config.trl_arguments import ADAPTER, ADAPTERS, KINDS, LORA, OPEN, Configuration, Line, RewardModel, adapter_arguments
+from groupwise.config.trl import CALLS, OVERLONG, TABLE, built_in, soft_overlong
+from groupwise.config.trl_arguments import (
+    ADAPTER,
+    ADAPTERS,
+    KINDS,
+    LORA,
+    NO_MATTER,
+    OPEN,
+    Configuration,
+    Line,
+    RewardEntry,
+    RewardModel,
+    adapter_arguments,
+)
 from groupwise.errors import ConfigError
 
 OBJECTS = {"reward_funcs": "rewards", "tools": "tools", "environment_factory": "environment"}
@@ -162,7 +174,7 @@ class Script:
             return  # peft's function of that name takes a LoraConfig
         values = {} if OPEN in keywords else dict(ADAPTERS[called(call)])
         for name, node in keywords.items():
-            if name not in LORA and (not peft or name == OPEN):
+            if name in NO_MATTER or (name not in LORA and (not peft or name == OPEN)):
                 continue
             values[name] = self.value(node)
             if values[name] is UNKNOWN:
@@ -182,14 +194,16 @@ class Script:
                 self.read_model(node)
             elif name in SPLITS:
                 self.read_rows(name, node)
+            elif name == "ref_model" and self.checkpoint(node) == self.checkpoint(arguments.get("model", node)) is not None:
+                self.unread_lines.append(
+                    Line(name, ast.unparse(node), "unneeded", "the reference is the policy before its first step")
+                )
             elif name != "peft_config" or not any(called(one) in ADAPTERS for one in self.calls):  # read where it is made
                 self.read(name, node)
 
     def read_model(self, node: ast.expr) -> None:
         """Add a model's path, also that of `AutoModelForCausalLM.from_pretrained(PATH, ...)`."""
-        loaded = self.followed(node)
-        while isinstance(loaded, ast.Call) and isinstance(loaded.func, ast.Attribute) and called(loaded) in MOVES:
-            loaded = self.followed(loaded.func.value)
+        loaded = self.loaded(node)
         if not (isinstance(loaded, ast.Call) and called(loaded) == "from_pretrained" and loaded.args):
             self.read("model_name_or_path", node)
             return
@@ -199,11 +213,32 @@ class Script:
             if keyword.arg in LOADING and keyword.arg not in self.known:
                 self.read(keyword.arg, keyword.value)
 
+    def loaded(self, node: ast.expr) -> ast.expr:
+        """A model without what moves it to a device."""
+        loaded = self.followed(node)
+        while isinstance(loaded, ast.Call) and isinstance(loaded.func, ast.Attribute) and called(loaded) in MOVES:
+            loaded = self.followed(loaded.func.value)
+        return loaded
+
+    def checkpoint(self, node: ast.expr) -> str | None:
+        """The folder or hub name of a model; None if it is not written out."""
+        loaded = self.loaded(node)
+        if isinstance(loaded, ast.Call) and called(loaded) == "from_pretrained" and loaded.args:
+            loaded = loaded.args[0]
+        return name if isinstance(name := self.value(loaded), str) else None
+
     def read_rows(self, which: str, node: ast.expr) -> None:
         """Add what `load_dataset("name", split="train")` behind a trainer's argument says."""
         split, inner = None, self.followed(node)
         if isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant):
             split, inner = str(inner.slice.value), self.followed(inner.value)
+        if isinstance(inner, ast.Call) and called(inner) == "train_test_split" and isinstance(inner.func, ast.Attribute):
+            share = {one.arg: self.value(one.value) for one in inner.keywords}.get("test_size")
+            if isinstance(share, float) and split == {"train_dataset": "train", "eval_dataset": "test"}[which]:
+                self.known["test_split_size"] = share
+                if which == "train_dataset":
+                    self.read_rows(which, inner.func.value)
+                return
         path: Any = inner.value if isinstance(inner, ast.Constant) else UNKNOWN
         if isinstance(inner, ast.Call) and called(inner) == "load_dataset" and inner.args:
             keywords = {one.arg: self.value(one.value) for one in inner.keywords}
@@ -279,10 +314,11 @@ class Script:
         """
         node = self.followed(node)
         elements = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-        things: list[str | None] = []
+        things: list[str | RewardEntry | None] = []
         for one in elements:
             value = self.value(one)
-            things.append(RewardModel(value) if isinstance(value, str) else self.object(file, one))
+            made = self.overlong(one) if file == "rewards" else None
+            things.append(RewardModel(value) if isinstance(value, str) else made or self.object(file, one))
         if not any(things) or any(isinstance(one, ast.Starred) for one in elements):
             return UNKNOWN
         for place, one in enumerate(elements):
@@ -291,6 +327,14 @@ class Script:
                 self.needed.append(f"{file}: write `{name} = {ast.unparse(one)}` into {file}.py")
                 things[place] = f"{file}.py:{name}"
         return things
+
+    def overlong(self, node: ast.expr) -> RewardEntry | None:
+        """An entry of `rewards` for a call that makes TRL's punishment of long completions; None for anything else."""
+        if called(node) not in OVERLONG or not isinstance(node, ast.Call):
+            return None
+        arguments = dict(zip(("max_completion_len", "soft_punish_cache"), map(self.value, node.args), strict=False))
+        arguments |= {name: self.value(one) for name, one in self.keywords(node)}
+        return soft_overlong(arguments) if all(isinstance(value, int) for value in arguments.values()) else None
 
     def object(self, file: str, node: ast.expr) -> str | None:
         """A function or a class as a recipe names it; None for what is no name, or one that nothing in the script has."""

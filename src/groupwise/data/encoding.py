@@ -311,15 +311,15 @@ def _cut(question: Question, size: int, limit: int, too_long: TooLong, report: R
     Raises DataError if `too_long` is `error`.
     """
     completion = size - question.tokens.size
-    length = f"the context of {limit} tokens" if completion else f"{limit} tokens"
     if too_long == "error":
-        both = f"prompt and completion have {size} tokens and the model's context is {limit}"
-        what = both if completion else f"the prompt has {size} tokens and the limit is {limit}"
-        raise DataError(f"{question.where}: {what}; set data.too_long to drop or truncate_left")
+        what = "prompt and completion have" if completion else "the prompt has"
+        raise DataError(
+            f"{question.where}: {what} {size} tokens and the limit is {limit}; set data.too_long to drop or truncate_left"
+        )
     if too_long == "drop" or limit - completion < 1:
-        report.drop(f"longer than {length}")
+        report.drop(f"longer than {limit} tokens")
         return None
-    report.note(f"truncated to {length}")
+    report.note(f"truncated to {limit} tokens")
     tokens = cut_left(question.tokens, limit - completion, template.bos_id)
     text = str(template.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
     return replace(question, tokens=tokens, text=text, cut=question.tokens.size - tokens.size)

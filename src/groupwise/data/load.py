@@ -108,7 +108,8 @@ def load_records(
     A built-in task holds out prompts without demonstrations: they are judged by sampling, so `held_out` is empty then.
     Raises DataError or ConfigError as `load_data`, and for a task without such records.
     """
-    return _load(settings, Template.build(settings, tokenizer, tools), kind, seed, limit=context, eos_ids=eos_ids)
+    limit = min(context, settings.max_tokens or context)
+    return _load(settings, Template.build(settings, tokenizer, tools), kind, seed, limit=limit, eos_ids=eos_ids)
 
 
 def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
