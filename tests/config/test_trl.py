@@ -648,6 +648,7 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
         ("num_generations: few", "num_generations='few': no value"),
         ("num_generations: 0", "num_generations=0: no value"),
         ("num_generations: 4.5", "num_generations=4.5: no value that TRL takes (a whole number is needed"),
+        ("max_steps: 2.5", "max_steps=2.5: no value that TRL takes (a whole number is needed"),
         ("seed: 1.5", "seed=1.5: no value that TRL takes (a whole number is needed)"),
         ("epsilon: small", "epsilon='small': no value"),
         ("per_device_train_batch_size: [4]", "per_device_train_batch_size=[4]: no value"),
@@ -656,8 +657,9 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
     ],
 )
 def test_the_argument_with_a_wrong_value_is_named(text: str, says: str) -> None:
+    steps = "" if "max_steps" in text else "max_steps: 3\n"
     with pytest.raises(ConfigError, match=re.escape(says)):
-        read(f"max_completion_length: 8\nmax_steps: 3\nreward_funcs: [accuracy, think_format]\n{text}\n")
+        read(f"max_completion_length: 8\n{steps}reward_funcs: [accuracy, think_format]\n{text}\n")
 
 
 def refusal(trl: Configuration) -> str | None:

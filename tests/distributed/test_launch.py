@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,29 @@ def test_torchrun_and_the_command_take_these_arguments(words: list[str]) -> None
     assert given.training_script == "groupwise"
     assert given.standalone or given.rdzv_backend == "c10d"
     assert commands._parse(given.training_script_args).command == "train"
+
+
+class Replaced(Exception):
+    """Raised in the place of `os.execv`."""
+
+
+@pytest.mark.parametrize("command", [["train", "demo", "--nproc", "2"], ["train", "demo", "seed=1", "--fresh", "--nproc", "3"]])
+def test_launcher_and_processes_import_nothing_of_the_working_folder(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `random.py` that lies there is the user's."""
+    words = list[str]()
+
+    def replaced(program: str, arguments: list[str]) -> None:
+        words[:] = arguments
+        raise Replaced
+
+    monkeypatch.setattr(os, "execv", replaced)
+    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(Replaced):
+        commands.main(command)
+    pythons = [place for place, word in enumerate(words) if word == sys.executable]
+    assert [words[place + 1] for place in pythons] == ["-P", "-P"]
+    assert f"--nproc-per-node={command[-1]}" in words
 
 
 def test_the_launch_commands_of_the_page_are_all_found() -> None:

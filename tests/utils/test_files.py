@@ -12,7 +12,7 @@ import pytest
 from groupwise.config.recipes import run_folder
 from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.data.tokenizers import arithmetic_tokenizer, make_tokenizer, with_chat_template
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, StorageError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.saving import save
 from groupwise.utils import files
@@ -63,3 +63,13 @@ def test_folders_that_killed_processes_have_left_go_and_those_of_others_stay(tmp
     assert files.temporary_folder("kind") != own and own.is_dir()
     others[1].kill()
     others[1].wait()
+
+
+def test_a_temporary_directory_that_is_not_there_is_passed_over_and_none_at_all_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = files.temporary_folder("kind")
+    assert folder.is_dir() and not (tmp_path / "missing").exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(StorageError, match=r"cannot write temporary files to .*missing: .*"):
+        files.temporary_folder("kind")

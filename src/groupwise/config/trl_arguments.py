@@ -256,7 +256,7 @@ class Configuration:
     @property
     def most_updates(self) -> int | None:
         """`max_steps`, if it is used."""
-        most = int(self.number("max_steps", null=0))
+        most = self.made("max_steps", int, self.get("max_steps") or 0)
         return most if most > 0 else None
 
     @property
