@@ -41,6 +41,9 @@ def make(prefix=""):
         if what == "segfault": ctypes.string_at(0)
         if what == "exit": os._exit(7)
         if what == "exit -1": os._exit(-1)
+        if what == "exit 137": os._exit(137)
+        if what == "kill": os.kill(os.getpid(), signal.SIGKILL)
+        if what == "count": return (number for number in range(rest[0]))
         if what == "sys.exit": sys.exit(3)
         if what == "memory": return len(bytearray(4 << 30))
         if what == "raise": raise ValueError("no such luck")
@@ -126,7 +129,16 @@ def test_processor_time_is_a_deadline_of_its_own(hostile):
         assert pool.call("echo") == [""]
 
 
-@pytest.mark.parametrize(("what", "said"), [("segfault", "signal 11"), ("exit", "exit code 7"), ("exit -1", "exit code 255")])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("segfault", "signal 11"),
+        ("exit", "exit code 7"),
+        ("exit -1", "exit code 255"),
+        ("exit 137", "exit code 137"),
+        ("kill", "signal 9"),
+    ],
+)
 def test_r05_crashes_are_named(hostile, what, said):
     with Pool(hostile, size=1, seconds=20.0) as pool:
         with pytest.raises(Died) as died:
@@ -284,6 +296,28 @@ def test_a_fork_that_waits_for_an_answer_holds_up_no_other_start(process, hostil
 def _until_it_has_died(work):
     with contextlib.suppress(Died):
         work()
+
+
+def test_answers_that_nobody_took_are_not_those_of_the_next_request(hostile):
+    process = WorkerProcess(hostile)
+    try:
+        assert list(process.ask("count", 3, seconds=WAIT, answers=3)) == [0, 1, 2]
+        assert process.call("calls", seconds=WAIT) == 2
+        with contextlib.closing(process.ask("count", 3, seconds=WAIT, answers=3)) as answers:
+            assert next(answers) == 0
+        with pytest.raises(Died):
+            process.call("calls", seconds=WAIT)
+    finally:
+        process.kill()
+
+
+@pytest.mark.skipif(not LINUX, reason="open files are counted in /proc")
+def test_a_process_that_cannot_be_made_leaves_no_socket(hostile, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError):
+            WorkerProcess(hostile, folder=str(tmp_path / "missing"))
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.skipif(not LINUX, reason="open files are counted in /proc")

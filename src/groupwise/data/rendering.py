@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import groupby
@@ -173,11 +174,12 @@ class _Renderer:
             while len(texts) < len(chats):
                 place = len(texts)
                 try:
-                    for kind, text in self._answers(tokenizer, chats[place:]):
-                        chat = chats[len(texts)]
-                        if kind == "unusable":
-                            raise _unusable(chat, escaped(text))
-                        texts.append(text if kind == "text" else Refusal(chat.where, escaped(text)))
+                    with closing(self._answers(tokenizer, chats[place:])) as answers:
+                        for kind, text in answers:
+                            chat = chats[len(texts)]
+                            if kind == "unusable":
+                                raise _unusable(chat, escaped(text))
+                            texts.append(text if kind == "text" else Refusal(chat.where, escaped(text)))
                 except NotStarted as error:
                     raise DataError(f"the process in which chat templates run could not start: {error}") from error.__cause__
                 except (Died, TimeoutError) as error:
@@ -191,7 +193,7 @@ class _Renderer:
                     broken = place  # something else may have ended it: once more
         return texts
 
-    def _answers(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> Iterator[tuple[str, str]]:
+    def _answers(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> Generator[tuple[str, str], None, None]:
         if self._process is None or not self._process.alive():
             self._process = WorkerProcess(
                 "groupwise.data.rendering:serve_templates",

@@ -1,8 +1,8 @@
 """What runs in a worker process (`processes.py`): a worker that answers requests on its main thread, under a supervisor.
 
 The supervisor runs no user code.  It waits until the worker ends or the parent closes the lifeline (which every death of the parent
-does), then kills the worker and all its descendants, also those in sessions of their own, and exits with the worker's status, or
-128 and the number of the signal that ended it.  Only Linux can adopt orphans; elsewhere the worker's process group is killed.  A
+does), then kills the worker and all its descendants, also those in sessions of their own, and ends as the worker did, by its status
+or by its signal.  Only Linux can adopt orphans; elsewhere the worker's process group is killed.  A
 fork of a worker has a supervisor of its own.
 
 What workers print goes through the supervisor to standard error, so much of it as `Output` lets pass.
@@ -120,7 +120,11 @@ def supervise(
     if output is not None:
         output.close()
     code = os.waitstatus_to_exitcode(signal.SIGKILL if status is None else status)
-    os._exit(code if code >= 0 else 128 - code)
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL cannot be set
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 class Output:

@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
@@ -117,7 +117,8 @@ class WorkerProcess:
         with _starting:
             (self._lifeline, lifeline), (self._channel, channel) = socket.socketpair(), socket.socketpair()
             _ends.update((self._lifeline, self._channel))
-            with lifeline, channel:
+            with lifeline, channel, contextlib.ExitStack() as failed:
+                failed.callback(_close, self._lifeline, self._channel)
                 if isinstance(target, str):
                     descriptors, out = (lifeline.fileno(), channel.fileno()), subprocess.DEVNULL if quiet else 2
                     search = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
@@ -134,6 +135,7 @@ class WorkerProcess:
                     )
                 else:
                     process = _Forked(lambda: supervise_worker(lifeline, channel, target, options), folder)
+                failed.pop_all()
         self._process: Any = process
         self._asking = threading.RLock()
         weakref.finalize(self, _end, os.getpid(), process, self._lifeline, self._channel)
@@ -171,11 +173,21 @@ class WorkerProcess:
         """What it answers."""
         return next(self.ask(*request, seconds=seconds))
 
-    def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
-        """Its answers to one request, each within `seconds` of the one before."""
-        self.request(*request)
-        for _ in range(answers):
-            yield self.receive(time.monotonic() + seconds)
+    def ask(self, *request: Any, seconds: float, answers: int = 1) -> Generator[Any, None, None]:
+        """Its answers to one request, each within `seconds` of the one before.  Closed before the last, it kills the process."""
+        left = answers
+        try:
+            self.request(*request)
+            while left:
+                answer = self.receive(time.monotonic() + seconds)
+                left -= 1
+                yield answer
+        except Raised:  # no answer follows
+            raise
+        except BaseException:  # an interrupt, say: what is left must not become an answer to the next request
+            if left:
+                self.kill()
+            raise
 
     def request(self, *arguments: Any) -> None:
         """Send it a request."""
@@ -224,10 +236,9 @@ class WorkerProcess:
         code = None if self._process is None else self._process.returncode
         if code is None:  # a fork, whose status nobody hears of, or one that another thread is ending
             return Died("its process has ended")
-        ending = code - 128 if 128 < code < 128 + signal.NSIG else -code  # of a signal, by way of the supervisor
-        if ending == signal.SIGPROF:  # the worker's own timer
+        if code == -signal.SIGPROF:  # the worker's own timer
             return Died("no result within the processor time allowed", cpu=True)
-        return Died(f"worker died (signal {ending})" if ending > 0 else f"worker died (exit code {code})")
+        return Died(f"worker died (signal {-code})" if code < 0 else f"worker died (exit code {code})")
 
 
 def _terminate(process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
