@@ -11,6 +11,7 @@ import pytest
 from groupwise.config import settings
 from groupwise.config.schema import describe, knobs, lookup, reference, settings_table, suggestion
 from groupwise.config.trl import TABLE
+from groupwise.data.tasks import TASKS
 from groupwise.errors import ConfigError
 
 
@@ -32,6 +33,13 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     for name, section in {"rollout": settings.RolloutSettings, "optimizer": settings.OptimizerSettings}.items():
         for field in dataclasses.fields(section):
             assert settings_table()[f"{name}.{field.name}"].default == getattr(section(), field.name)
+
+
+def test_old_pairs_come_from_the_tasks_that_have_pairs() -> None:
+    paired = [name for name, task in TASKS.items() if hasattr(task, "pairs")]
+    meaning = settings_table()["reward_model.replay.task"].meaning
+    assert [name for name in TASKS if f"`{name}`" in meaning] == paired
+    assert "Built in" not in meaning
 
 
 def test_trl_names_lead_to_settings_that_exist() -> None:

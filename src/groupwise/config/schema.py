@@ -31,7 +31,6 @@ NAMES: dict[str, Collection[str]] = {
     "objective": settings.OBJECTIVES,
     "rewards.N.function": tuple(settings.REWARDS),
     "data.task": settings.TASKS,
-    "reward_model.replay.task": settings.TASKS,
     **{f"group.{kind}": tuple(PARTS[kind]) for kind in ("credit", "ratio", "surrogate", "weights", "divergence")},
 }
 """Keys that take the name of something built in."""

@@ -546,7 +546,7 @@ class ReplaySettings:
     path: str | None = None
     """A file of older pairs with the same columns as `data.path`."""
     task: str | None = None
-    """Instead of `path`: a task that has pairs, as in `data.task`."""
+    """Instead of `path`: a task that has pairs: `preferences`, or your own."""
     share: Annotated[float, Gt(0.0), Lt(1.0)] = 0.1
     """Share of older pairs in all that are trained."""
 
