@@ -342,6 +342,14 @@ def test_public_names_are_documented() -> None:
     assert not wrong
 
 
+def test_pages_are_written_in_lines() -> None:
+    """Scripts and style sheets that are ours are read by people too."""
+    folders = (SOURCE / "viewer" / "static", ROOT / "docs" / "site")
+    pages = [path for folder in folders for path in folder.glob("*") if path.suffix in (".js", ".css", ".html")]
+    lines = [(path.name, i, text) for path in pages for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
+    assert not [f"{name}:{i}" for name, i, text in lines if len(text) > 140]
+
+
 def test_nothing_names_a_machine() -> None:
     """No file of the repository knows where it was written."""
     mark = re.compile(r"/(home|work|Users)/\w+")

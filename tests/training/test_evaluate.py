@@ -80,6 +80,12 @@ def test_a_score_is_no_accuracy(evaluated: Callable[..., Evaluation]) -> None:
     assert not {"greedy", "sampled", "pass@2"} & found.metrics().keys()
 
 
+def test_a_reward_that_happens_to_be_1_everywhere_has_no_interval_of_a_share(evaluated: Callable[..., Evaluation]) -> None:
+    found = evaluated("b", lambda rollout: 1.0, lambda rollout: 0.0)
+    assert math.isnan(found.reward.half) and math.isnan(found.by_function["a"].half)
+    assert found.sampled.half == found.by_function["b"].half > 0.0
+
+
 def test_the_verdict_need_not_be_the_first_reward(evaluated: Callable[..., Evaluation]) -> None:
     found = evaluated("b", lambda rollout: 0.0, lambda rollout: 1.0)
     assert (found.greedy.mean, found.by_function["a"].mean) == (1.0, 0.0)

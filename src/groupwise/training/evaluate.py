@@ -121,19 +121,23 @@ def evaluate(
     judged = [value for value in greedy_right if not math.isnan(value)]
     lengths = [int(rollout.trained.sum()) for group in groups for rollout in group.rollouts]
     rewards_NK = np.concatenate([np.zeros((0, len(rewards.names))), *(group.rewards for group in groups)])
+    verdict = groups[0].verdict if groups else None
     none = dict(zip(rewards.names, np.isnan(rewards_NK).mean(0).tolist(), strict=True)) if groups else {}
     return Evaluation(
         prompts=len(prompts),
         k=k,
-        verdict=groups[0].verdict if groups else None,
+        verdict=verdict,
         greedy=proportion(sum(judged), len(judged)),
-        sampled=mean([float(one.mean()) for one in right if one.size]),
-        pass_at_k=mean([pass_at(int(one.sum()), one.size, k) for one in right if one.size >= k]),
+        sampled=mean([float(one.mean()) for one in right if one.size], shares=True),
+        pass_at_k=mean([pass_at(int(one.sum()), one.size, k) for one in right if one.size >= k], shares=True),
         greedy_reward=mean([float(answer.reward[0]) for answer in answers]),
         reward=mean([_mean(group.reward) for group in groups]),
         length=float(np.mean(lengths)) if lengths else math.nan,
         truncated=float(np.mean([rollout.truncated for group in groups for rollout in group.rollouts])) if groups else math.nan,
-        by_function={name: mean([_mean(group.rewards[:, k]) for group in groups]) for k, name in enumerate(rewards.names)},
+        by_function={
+            name: mean([_mean(group.rewards[:, place]) for group in groups], shares=name == verdict)
+            for place, name in enumerate(rewards.names)
+        },
         none={name: share for name, share in none.items() if share > 0.0},
         by_column={column: _by(column, prompts, greedy_right) for column in columns} if judged else {},
         groups=tuple(groups),

@@ -34,17 +34,19 @@ def proportion(successes: float, count: int) -> Estimate:
     return Estimate(share, max(centre + half - share, share - centre + half))
 
 
-def mean(values: Sequence[float]) -> Estimate:
+def mean(values: Sequence[float], *, shares: bool = False) -> Estimate:
     """Mean of one number per prompt with its normal 95 % interval (prompts are independent, their samples are not).
 
-    Where all numbers are 0, or all 1, the interval is Wilson's: that they agree does not make the mean certain.
+    shares: the numbers are shares.  Where all are 0, or all 1, the interval is Wilson's: that they agree does not make the mean
+    certain.
 
-    >>> str(mean([1.0] * 50)), str(mean([0.25, 0.75])), str(mean([2.0, 2.0]))
-    ('1.000 ±0.071', '0.500 ±0.490', '2.000')
+    >>> str(mean([1.0] * 50, shares=True)), str(mean([0.25, 0.75])), str(mean([1.0] * 50))
+    ('1.000 ±0.071', '0.500 ±0.490', '1.000')
     """
     numbers = np.asarray([value for value in values if not math.isnan(value)])
     if numbers.size == 0:
         return Estimate(math.nan, math.nan)
     if (numbers == numbers[0]).all():
-        return proportion(float(numbers.sum()), numbers.size) if numbers[0] in (0.0, 1.0) else Estimate(float(numbers[0]), math.nan)
+        certain = not shares or 0.0 < numbers[0] < 1.0
+        return Estimate(float(numbers[0]), math.nan) if certain else proportion(float(numbers.sum()), numbers.size)
     return Estimate(float(numbers.mean()), 1.959964 * float(numbers.std(ddof=1)) / math.sqrt(numbers.size))
