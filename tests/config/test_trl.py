@@ -653,6 +653,12 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
         ("epsilon: small", "epsilon='small': no value"),
         ("per_device_train_batch_size: [4]", "per_device_train_batch_size=[4]: no value"),
         ("learning_rate: {a: 1}", "learning_rate={'a': 1}: no value"),
+        ("top_k: many", "top_k='many': no value that TRL takes (a whole number is needed)"),
+        ("top_k: true", "top_k=True: no value that TRL takes (a whole number is needed)"),
+        ("max_grad_norm: [1]", "max_grad_norm=[1]: no value that TRL takes (a number is needed)"),
+        ("top_entropy_quantile: null", "top_entropy_quantile=None: no value that TRL takes (a number is needed)"),
+        ("reward_weights: high", "reward_weights='high': no value that TRL takes (a number is needed)"),
+        ("num_iterations: 1.5", "num_iterations=1.5: no value that TRL takes (a whole number is needed, at least 0)"),
         ("sync_ref_model: true\nref_model_mixup_alpha: much", "ref_model_mixup_alpha='much': no value"),
     ],
 )

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from groupwise.config.settings import DATA_SUFFIXES, REWARDS, BoardName
-from groupwise.config.trl_arguments import ADAPTER, KINDS, Configuration, Fate, RewardEntry, RewardModel, mapping_of, short
+from groupwise.config.trl_arguments import (
+    ADAPTER, KINDS, Configuration, Fate, Needed, RewardEntry, RewardModel, mapping_of, number_of, short, whole_of,
+)  # fmt: skip
 from groupwise.utils.spelling import closest
 
 FATES: dict[Fate, str] = {
@@ -87,8 +89,13 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list | tuple):
-        raise TypeError("text, or a list of texts, is needed")
+        raise Needed("text, or a list of texts, is needed")
     return [str(one) for one in value]
+
+
+def _numbers(value: Any) -> list[Any]:
+    """A number, or a list of them, as a list."""
+    return list(value) if isinstance(value, list | tuple) else [number_of(value)]
 
 
 def _boards(report: Any) -> list[str]:
@@ -98,7 +105,7 @@ def _boards(report: Any) -> list[str]:
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError("a mapping is needed")
+        raise Needed("a mapping is needed")
     return dict(value)
 
 
@@ -573,7 +580,7 @@ def _rewards(trl: Configuration) -> None:
         trl.need("rewards: a list of {function: module:function or file.py:function, weight: ...}")
         trl.note("reward_weights", "changed", "rewards.N.weight, one in each entry of rewards")
         return
-    weights = trl.made("reward_weights", list, trl.arguments.get("reward_weights") or [None] * len(functions))
+    weights = trl.made("reward_weights", _numbers, trl.arguments.get("reward_weights") or [None] * len(functions))
     if len(weights) != len(functions):
         trl.refuse("reward_weights", f"{len(weights)} weights for {len(functions)} reward functions")
     entries: list[dict[str, Any]] = []
@@ -668,7 +675,7 @@ SAME: Sequence[tuple[Any, ...]] = [
     ("min_p", "rollout.min_p", float),
     ("stop", "rollout.stop", Value(_texts)),
     ("temperature", "rollout.temperature", float),
-    ("top_k", "rollout.top_k", Value(lambda k: max(int(k), 0))),
+    ("top_k", "rollout.top_k", Value(lambda k: max(whole_of(k), 0))),
     ("top_p", "rollout.top_p", float),
     ("beta", "group.beta", _kl, "of DPOConfig: pairs.beta"),
     ("entropy_coef", "group.entropy_bonus", _entropy),
@@ -678,7 +685,7 @@ SAME: Sequence[tuple[Any, ...]] = [
     ("ref_model_mixup_alpha", "group.reference_mix", _moving_reference),
     ("num_iterations", "group.updates_per_rollout", _batch),
     ("center_rewards_coefficient", "reward_model.centering", Value(float, bool)),
-    ("max_grad_norm", "optimizer.clip_norm", Value(lambda norm: float(norm or 0.0) or None, lambda _: True), "null where it is 0"),
+    ("max_grad_norm", "optimizer.clip_norm", Value(lambda norm: None if norm is None else number_of(norm) or None, lambda _: True), "null where it is 0"),
     ("adam_epsilon", "optimizer.eps", float),
     ("learning_rate", "optimizer.lr", Value(float, always=True)),
     ("weight_decay", "optimizer.weight_decay", float),
@@ -744,7 +751,7 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("scale_rewards", "group.credit", "{name: standardized, scale: group, batch or none}", _credit),
     ("entropy_coef_max", "group.entropy_bonus", "with use_adaptive_entropy: the most that the coefficient becomes", _entropy),
     ("top_entropy_quantile", "group.entropy_quantile", "1 - top_entropy_quantile",
-     Value(lambda upper: round(1.0 - float(upper), 12), lambda upper: float(upper) < 1.0)),
+     Value(lambda upper: round(1.0 - number_of(upper), 12), lambda upper: number_of(upper) < 1.0)),
     ("entropy_coef_delta", "group.entropy_step", "with use_adaptive_entropy", _entropy),
     ("use_adaptive_entropy", "group.entropy_target", "the target, with group.entropy_step and group.entropy_bonus", _entropy),
     ("use_bias_correction_kl", "group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false", _kl),

@@ -117,6 +117,34 @@ class Written(NamedTuple):
         return f"{source}: {self.says}" if self.says else source
 
 
+class Needed(Exception):
+    """What a value must be, and is not: `a mapping is needed`."""
+
+
+def number_of(value: Any) -> float:
+    """A value as a number.  Raises Needed, also for true and false: a flag without its value is no number."""
+    try:
+        if not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError, ArithmeticError):
+        pass
+    raise Needed("a number is needed")
+
+
+def whole_of(value: Any) -> int:
+    """A value as a whole number.  Raises Needed, also for a fraction."""
+    try:
+        if (number := number_of(value)) % 1 == 0:
+            return int(number)
+    except Needed:
+        pass
+    raise Needed("a whole number is needed")
+
+
+NUMBERS: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {int: whole_of, float: number_of}
+"""How numbers are read, by their type."""
+
+
 class BatchCount(NamedTuple):
     """How many rows TRL takes at a time, and how they are cut."""
 
@@ -198,19 +226,14 @@ class Configuration:
         return self.made(name, int, value, least)
 
     def made(self, name: str, kind: Callable[[Any], Any], value: Any, least: float = -math.inf) -> Any:
-        """A value as `kind` makes it.  Raises ConfigError for a value of another type than TRL has there.
-
-        A flag without a value is no number.
-        """
-        number, what = kind in (int, float), f"a {'whole ' if kind is int else ''}number is needed"
+        """A value as `kind` makes it.  Raises ConfigError for a value of another type than TRL has there."""
+        limit = f", at least {least:g}" if math.isfinite(least) else ""
         try:
-            result = None if number and isinstance(value, bool) else kind(value)
-            if kind is int and result is not None and float(value) != result:
-                raise ValueError
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            self.refuse(name, what if number else str(error))
-        if number and (result is None or not result >= least):
-            self.refuse(name, what + (f", at least {least:g}" if math.isfinite(least) else ""))
+            result = NUMBERS.get(kind, kind)(value)
+        except Needed as error:
+            self.refuse(name, f"{error}{limit}")
+        if kind in NUMBERS and not result >= least:
+            self.refuse(name, f"a {'whole ' if kind is int else ''}number is needed{limit}")
         return result
 
     def refuse(self, name: str, why: str) -> NoReturn:
