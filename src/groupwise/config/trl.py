@@ -21,8 +21,18 @@ from typing import Any, get_args
 
 from groupwise.config.settings import DATA_SUFFIXES, REWARDS, BoardName
 from groupwise.config.trl_arguments import (
-    ADAPTER, KINDS, Configuration, Fate, Needed, RewardEntry, RewardModel, mapping_of, number_of, short, whole_of,
-)  # fmt: skip
+    ADAPTER,
+    KINDS,
+    Configuration,
+    Fate,
+    Needed,
+    RewardEntry,
+    RewardModel,
+    mapping_of,
+    number_of,
+    short,
+    whole_of,
+)
 from groupwise.utils.spelling import closest
 
 FATES: dict[Fate, str] = {
@@ -91,6 +101,17 @@ def _texts(value: Any) -> list[str]:
     if not isinstance(value, list | tuple):
         raise Needed("text, or a list of texts, is needed")
     return [str(one) for one in value]
+
+
+def _mappings(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list | tuple) or not all(isinstance(inner, Mapping) for inner in value):
+        raise Needed("a list of mappings is needed")
+    return [dict(inner) for inner in value]
+
+
+def _limit(norm: Any) -> float | None:
+    """A limit of which 0 means none."""
+    return None if norm is None else number_of(norm) or None
 
 
 def _numbers(value: Any) -> list[Any]:
@@ -218,7 +239,7 @@ def _data(trl: Configuration) -> None:
 
 def _mixture(trl: Configuration) -> dict[str, Any]:
     """The one data set of `datasets` under the names of TRL's other arguments, which it goes before."""
-    mixed = trl.made("datasets", lambda rows: [_mapping(one) for one in rows], trl.arguments.get("datasets") or [])
+    mixed = trl.made("datasets", _mappings, trl.arguments.get("datasets") or [])
     names = {"dataset_name": "path", "dataset_config": "name", "dataset_train_split": "split"}
     if len(mixed) == 1 and mixed[0].keys() <= {*names.values(), "columns"}:
         return {name: mixed[0].get(key) for name, key in names.items()}
@@ -685,7 +706,7 @@ SAME: Sequence[tuple[Any, ...]] = [
     ("ref_model_mixup_alpha", "group.reference_mix", _moving_reference),
     ("num_iterations", "group.updates_per_rollout", _batch),
     ("center_rewards_coefficient", "reward_model.centering", Value(float, bool)),
-    ("max_grad_norm", "optimizer.clip_norm", Value(lambda norm: None if norm is None else number_of(norm) or None, lambda _: True), "null where it is 0"),
+    ("max_grad_norm", "optimizer.clip_norm", Value(_limit, lambda _: True), "null where it is 0"),
     ("adam_epsilon", "optimizer.eps", float),
     ("learning_rate", "optimizer.lr", Value(float, always=True)),
     ("weight_decay", "optimizer.weight_decay", float),
