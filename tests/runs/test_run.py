@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from groupwise.models.saving import save
 from groupwise.runs import recorded
 from groupwise.runs.folder import choose_folder
 from groupwise.runs.recorded import read_step
-from groupwise.runs.run import Run, train
+from groupwise.runs.run import Run, RunResult, train
 from groupwise.runs.run_files import RunFiles
-from groupwise.runs.stages import train_recipe
+from groupwise.runs.stages import closing_table, train_recipe
+from groupwise.training.evaluate import Evaluation
+from groupwise.utils.statistics import Estimate
 from groupwise.viewer.report import export
 
 TINY = {
@@ -314,6 +317,21 @@ def test_the_closing_table_fits_and_says_what_it_is_about(recipe: Callable) -> N
         assert re.search(rf"^{figure} +[\d.]+", table, re.MULTILINE), figure
     assert "before grpo: the first 3 of 8 prompts" in " ".join(table.split())
     assert "groupwise score " in text
+
+
+def test_the_closing_table_has_no_note_on_a_row_that_it_leaves_out(recipe: Callable) -> None:
+    one = Estimate(0.5, 0.1)
+    shares = dict.fromkeys(("greedy", "sampled", "pass_at_k", "greedy_reward", "reward"), one)
+    after = Evaluation(prompts=8, k=2, verdict=None, length=4.0, truncated=0.0, by_function={}, none={}, by_column={}, **shares)
+    outcomes = {
+        "sft": RunResult(folder=Path("runs/two/sft"), before=None, after=after, steps=1),
+        "grpo": RunResult(folder=Path("runs/two/grpo"), before=replace(after, prompts=3), after=after, steps=1),
+    }
+    console = Console(file=io.StringIO(), width=80)
+    closing_table(outcomes, load_recipe(recipe(name="two", **GRPO)), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "after sft" in text and "after grpo" in text
+    assert "before grpo" not in text
 
 
 def test_score_is_no_next_command_where_nothing_was_recorded(recipe: Callable) -> None:

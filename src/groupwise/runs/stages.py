@@ -170,11 +170,11 @@ def closing_table(outcomes: Mapping[str, RunResult], recipe: Recipe, console: Co
     for stage, outcome in outcomes.items():
         for label, judged in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
             if judged is not None:
-                notes += _part(label, judged, outcome.after)
                 figures = judged.summary()
                 rows = tables.setdefault(tuple(figures), [])
                 if judged is outcome.after or not rows:
                     rows.append((label, figures))
+                    notes += _part(label, judged, outcome.after)
     last = list(outcomes.values())[-1].folder
     for columns, rows in tables.items():
         if len(columns) <= ACROSS:
