@@ -367,12 +367,15 @@ def test_errors_are_one_line_and_their_exit_code(
 
 
 def test_c8_ctrl_c_is_friendly(calls: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any, **__: Any) -> int:
-        raise KeyboardInterrupt
+    def interrupt(*_: Any, dry_run: bool, **__: Any) -> int:
+        error = KeyboardInterrupt()
+        if not dry_run:
+            error.add_note("the last checkpoint is x")
+        raise error
 
     monkeypatch.setattr(sys.modules["groupwise.runs.stages"], "train_recipe", interrupt)
     assert commands.main(["train", "r.yaml"]) == 130
-    assert capsys.readouterr().err == "\ninterrupted; the same command continues from the last checkpoint\n"
+    assert capsys.readouterr().err == "\ninterrupted; the last checkpoint is x\n"
     assert commands.main(["train", "r.yaml", "--dry-run"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n", "a plan has no checkpoint"
 

@@ -83,12 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             comm.last_words()
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if options.debug:
             raise
-        trained = options.command == "train" and not options.dry_run
-        again = "; the same command continues from the last checkpoint" if trained else ""
-        _tell(f"interrupted{again}", before="\n")
+        _tell("; ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), before="\n")
         return INTERRUPTED
     except Ended as ended:
         meanwhile = [f"meanwhile {type(ended.__cause__).__name__}: {ended.__cause__}"] if ended.__cause__ is not None else []

@@ -174,7 +174,7 @@ class Run:
                 record_end(self.folder, scrubbed(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
             self._release_lock()
             torch.set_num_threads(self._threads)
-        if isinstance(error, (GroupwiseError, Ended)):
+        if isinstance(error, (GroupwiseError, Ended, KeyboardInterrupt)):
             error.add_note(comm.advice())
 
     def steps(self) -> Iterator[Step]:
