@@ -81,3 +81,8 @@ def test_a_shape_that_cannot_be_is_named_before_weights_are_read(changes: dict[s
 def test_a_path_that_no_file_can_have_is_named(path: str) -> None:
     with pytest.raises(ConfigError, match=r"no such folder|cannot be looked for"):
         load_policy(ModelSettings(path=path))
+
+
+def test_a_name_that_is_neither_a_folder_nor_to_be_had_from_the_hub_comes_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"'nosuch/model' cannot be read: .*looked for on the hub: .*`groupwise get`"):
+        load_policy(ModelSettings(path="nosuch/model"))

@@ -118,7 +118,9 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}") from error
+        away = "; no such folder is here, so it was looked for on the hub: check the name and the network, or see `groupwise get`"
+        remedy = "" if Path(path).exists() else away
+        raise ConfigError(f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}{remedy}") from error
     except UNBUILDABLE as error:
         raise unbuildable(path, error) from error
     tokenizer = with_chat_template(tokenizer, settings.chat_template)
