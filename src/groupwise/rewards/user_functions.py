@@ -223,7 +223,7 @@ def checked(name: str, values: Any, labels: Sequence[str]) -> list[float | None]
     >>> checked("f", np.array([True, False]), ["0#0", "0#1"])
     [1.0, 0.0]
     """
-    expected = f"expected a list of {len(labels)} numbers or None, one per completion"
+    expected = f"expected a list of {len(labels)}: a number, or None, for each completion"
     if _is_array(values):
         if values.ndim != 1:
             raise RewardError(f"the reward function {name!r} returned an array of shape {tuple(values.shape)}, {expected}")

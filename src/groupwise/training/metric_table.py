@@ -137,7 +137,7 @@ METRICS: tuple[Section, ...] = (
                    "rises, with noise", label="Reward", column="reward",
                    flag=Flag(
                         "Nothing could be scored",
-                        "Every reward function said None to every completion.",
+                        "Every reward function returned None for every completion.",
                         "Try them: groupwise score.")),
             Metric("reward_std", "yours", "mean over groups of std(r_1 ... r_G), G - 1 in the denominator",
                    "Spread inside a group: what the advantages are made of.", "above 0; falls as the task is learnt"),
