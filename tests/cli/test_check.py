@@ -41,8 +41,9 @@ def check(tmp_path: Path) -> Callable[..., tuple[int, str]]:
 
 @pytest.mark.slow
 def test_a_healthy_recipe_passes(check: Callable) -> None:
-    status, text = check()
+    status, text = check(name="sums")
     assert status == 0, text
+    assert text.startswith("sums (grpo)")
     for name in ("EOS", "PAD", "template", "turns", "gold", "log-probs", "batching", "packing", "positions", "memory"):
         assert name in text
     assert "FAIL" not in text

@@ -79,24 +79,25 @@ class Finding:
 
 def check_recipe(path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
     """Check every stage of a recipe and print a line per check.  Returns 0 if nothing is wrong, else 1."""
-    stages = load_stages(path, overrides)
-    return _report(stages, console, lambda stage: partial(with_lines, path, overrides, stage))
+    stages = load_stages(path, overrides).items()
+    return _report([(recipe.name, recipe, partial(with_lines, path, overrides, stage)) for stage, recipe in stages], console)
 
 
 def check_run(origin: Origin, path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
     """The same of what a run has trained: its own recipe, with the model at `path` in place of the one that it started from."""
     recipe = overridden(origin, overrides).recipe
     trained = settings_of(recipe.model, model_folder(path))
-    return _report({f"{origin.folder}, after step {origin.step}": replace(recipe, model=trained)}, console)
+    title = f"{origin.folder}, after step {origin.step}"
+    return _report([(title, replace(recipe, model=trained), nullcontext)], console)
 
 
-def _report(stages: Mapping[str, Recipe], console: Console | None, lines: Callable[[str], Lines] = lambda _: nullcontext) -> int:
-    """lines: of a stage: adds to an error where the recipe's file has its key."""
+def _report(stages: Sequence[tuple[str, Recipe, Lines]], console: Console | None) -> int:
+    """stages: of each its title, its recipe, and `lines` for `check_stage`."""
     console = console or make_console()
     wrong = 0
-    for name, recipe in stages.items():
-        console.print(Text(f"{name} ({recipe.objective})", style="bold"))
-        for finding in check_stage(recipe, lines(name)):
+    for title, recipe, lines in stages:
+        console.print(Text(f"{title} ({recipe.objective})", style="bold"))
+        for finding in check_stage(recipe, lines):
             mark, style = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}[finding.good]
             console.print(Text.assemble((mark, style), "  ", (f"{finding.name:<12}", "bold"), safe(scrubbed(finding.says))))
             wrong += finding.good is False
@@ -435,7 +436,7 @@ def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
     rewards = np.concatenate([group.reward for group in groups])
     dead = sum(group.dead for group in groups)
     if np.isnan(rewards).all():
-        yield Finding("rewards", False, "every completion is unscorable: all reward functions said None")
+        yield Finding("rewards", False, "no completion can be scored: each reward function returned None for all of them")
         return
     spread = f"mean {np.nanmean(rewards):.3f}, from {np.nanmin(rewards):.3g} to {np.nanmax(rewards):.3g}"
     says = f"{spread}; {dead} of {len(groups)} groups without differences"
