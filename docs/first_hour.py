@@ -104,7 +104,8 @@ PARTS = (
         "carries (SFT). Then GRPO only says whether an answer is right.",
         runs=(Run("make demo", lines=(0, 30), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),
         after="The last table is the result: accuracy on prompts that training never saw, before and after GRPO. "
-        "± is half of a 95 %\ninterval. `source .venv/bin/activate` puts `groupwise` on your path.",
+        "± is half of a 95 %\ninterval. [The line in the terminal](monitoring.md#the-line-in-the-terminal) explains the words of a "
+        "step, the\n[glossary](words.md) the others. `source .venv/bin/activate` puts `groupwise` on your path.",
     ),
     Part(
         "Your data, your reward",
