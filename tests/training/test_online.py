@@ -19,7 +19,7 @@ from groupwise.algorithms.parts import fact, options
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
-from groupwise.errors import Diverged, RewardError
+from groupwise.errors import ConfigError, Diverged, RewardError
 from groupwise.models.moe import router_coefficient
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
@@ -107,6 +107,17 @@ def test_p61_rewards_without_differences_change_nothing(preset: str, value: floa
         unknown = {name for name, number in step.metrics.items() if not math.isfinite(number)}
         assert unknown <= ({"reward", "rewards/rule/mean"} if value is None else set())
     assert torch.equal(weights_of(policy), before)
+
+
+@pytest.mark.parametrize(
+    ("beta", "message"), [(0.1, "grpo needs a reference: pass"), (0.0, "grpo has no use for a reference: leave")]
+)
+def test_a_loop_of_your_own_hears_which_model_is_missing_or_too_many(beta: float, message: str, tiny_policy: Callable) -> None:
+    policy, settings = tiny_policy("llama"), GroupSettings(beta=beta)
+    optimizer, reference = Optimizer(policy.model, OptimizerSettings(), 1), None if beta else policy
+    steps = train_online(policy, resolve("grpo", settings, 6), [], optimizer, group=settings, budget=9, reference=reference)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        next(steps)
 
 
 def test_r08_a_run_without_any_reward_ends(run: Callable) -> None:

@@ -17,6 +17,7 @@ import torch
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
+from groupwise.errors import ConfigError
 from groupwise.models import backbone
 from groupwise.models.passes import reshard
 from groupwise.models.policy import Policy
@@ -51,12 +52,16 @@ def train_online(
     The same from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
     rollouts: the groups of each step: sampled (`groups.SampledRollouts`), recorded, or yours.
     budget: packed positions per forward and backward pass; it cannot change an update.
-    reference: frozen.   It, critic and teacher are there exactly when the algorithm needs them (`Algorithm.needs`).
-    critic: on the policy's backbone it learns in the policy's own pass.  With another backbone, or in its first `pretrain` steps,
-    in which the policy stays as it is, it learns in a pass of its own.
-    Raises Diverged, RewardError, EngineError.
+    reference, critic, teacher: those that the algorithm needs (`Algorithm.needs`), and no others.  The reference is frozen.
+    A critic on the policy's backbone learns in the policy's pass.  With another backbone, and in its first `pretrain` steps, in
+    which the policy stays as it is, it learns in a separate pass.
+    Raises ConfigError for a model that is missing or not needed; Diverged, RewardError, EngineError.
     """
-    assert [one is not None for one in (reference, critic, teacher)] == algorithm.needs
+    models = {"reference": reference, "critic": critic, "teacher": teacher}
+    for (name, model), needed in zip(models.items(), algorithm.needs, strict=True):
+        if (model is None) == needed:
+            remedy = f"needs a {name}: pass {name}=" if needed else f"has no use for a {name}: leave {name}= out"
+            raise ConfigError(f"the algorithm {algorithm.name} {remedy}")
     for clock, number, (groups, drawn) in timed(rollouts):
         version = optimizer.taken
         with clock.phase("reference"):
@@ -139,8 +144,8 @@ def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy 
 def refresh(reference: Policy, policy: Policy, share: float) -> None:
     """Move the reference to the policy: `ref = share x theta + (1 - share) x ref` (TR-DPO, 2404.09656)."""
     with torch.no_grad():
-        for kept, current in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
-            kept.lerp_(current.to(kept.dtype), share)
+        for frozen, trained in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
+            frozen.lerp_(trained.to(frozen.dtype), share)
 
 
 def first_pass(groups: Sequence[Scored], updates: Sequence[Assessment]) -> list[list[np.ndarray]]:
