@@ -68,19 +68,28 @@ class RewardCall:
 
     def raised(self, error: BaseException, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of a call that raised.   keywords: what it was called with."""
-        completions = [] if self.single else keywords.get("completions") or keywords.get("completion_ids") or []
-        return described(error) | {"index": 0 if self.single else handled(error, self.labels, completions)}
+        columns = [
+            self.labels,
+            *(keywords[name] for name in self.reward.signature.asks if name in keywords and name not in RUN_PARAMETERS),
+        ]
+        return described(error) | {"index": 0 if self.single else handled(error, columns)}
 
 
-def handled(error: BaseException, *columns: Sequence[Any]) -> int | None:
+def handled(error: BaseException, columns: Sequence[Sequence[Any]]) -> int | None:
     """Which completion a function of many was at work on when it raised, by the variables of its frames; None: they do not show it.
 
-    columns: the objects that stand for the completions, an entry each.
+    columns: objects that belong to the completions, an entry each.
     """
+    unique = (str, list, dict)  # Python has one object for all equal small numbers, and for equal texts of one character
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         variables = {id(value) for value in frame.f_locals.values()}
-        places = {n for column in columns for n, one in enumerate(column) if id(one) in variables}
+        places = {
+            n
+            for column in columns
+            for n, one in enumerate(column)
+            if isinstance(one, unique) and len(one) > 1 and id(one) in variables
+        }
         if places:
             return places.pop() if len(places) == 1 else None
     return None
