@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,28 @@ def test_score_says_which_steps_it_reads(there: Path, capsys: pytest.CaptureFixt
     assert main(["score", "accuracy", "rows.jsonl", "--steps", "1"]) == 2
     assert main(["score", "rows.jsonl"]) == 2
     assert "name a reward function" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_step_whose_row_has_no_answer_is_scored(
+    write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}, {"prompt": "1+3=", "answer": None}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = write_recipe(
+        tmp_path,
+        "r",
+        data={"path": "rows.jsonl", "task": None, "eval_limit": None},
+        steps=3,
+        group={"prompts_per_step": 1},
+        rewards=[{"function": "accuracy"}],
+    )
+    assert main(["train", str(recipe), "--quiet"]) == 0
+    for step in ("1", "2", "3"):
+        capsys.readouterr()
+        assert main(["score", "runs/r", "--steps", step]) == 0
+        assert "completions of runs/r, step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "x", "3-1", "1-", "-1", "1;2"])

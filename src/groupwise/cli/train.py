@@ -40,6 +40,16 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, or tell what would be trained."""
+    try:
+        return _train(options)
+    except ConfigError as error:
+        if options.dry_run and options.model_config is not None:
+            takes = "`model.scratch={tokenizer: bytes, context: 4096} data.path=FILE` take the places of its tokenizer and rows"
+            error.add_note(f"where the recipe's model or data are not at hand, {takes}")
+        raise
+
+
+def _train(options: argparse.Namespace) -> int:
     from groupwise.config.recipes import dump_stages, load_stages
 
     stages = load_stages(options.recipe, options.overrides)  # a bad recipe is refused here, before torch is imported
@@ -53,24 +63,18 @@ def run(options: argparse.Namespace) -> int:
         _become_torchrun(options)
     from groupwise.runs.stages import train_recipe
 
-    try:
-        return train_recipe(
-            options.recipe,
-            options.overrides,
-            dry_run=options.dry_run,
-            fresh=options.fresh,
-            accept_changes=options.accept_changes,
-            quiet=options.quiet,
-            timeout=options.timeout,
-            world=options.world or (options.nproc if options.nproc > 1 else None),
-            model_config=None if options.model_config is None else read_model_config(options.model_config),
-            report=report,
-        )
-    except ConfigError as error:
-        if options.model_config is not None:
-            takes = "`model.scratch={tokenizer: bytes, context: 4096} data.path=FILE` take the places of its tokenizer and rows"
-            error.add_note(f"where the recipe's model or data are not at hand, {takes}")
-        raise
+    return train_recipe(
+        options.recipe,
+        options.overrides,
+        dry_run=options.dry_run,
+        fresh=options.fresh,
+        accept_changes=options.accept_changes,
+        quiet=options.quiet,
+        timeout=options.timeout,
+        world=options.world or (options.nproc if options.nproc > 1 else None),
+        model_config=None if options.model_config is None else read_model_config(options.model_config),
+        report=report,
+    )
 
 
 def read_model_config(path: str) -> dict[str, Any]:
