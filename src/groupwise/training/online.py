@@ -78,7 +78,7 @@ def train_online(
         advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
         updates: list[Assessment] = []
         pretraining = critic is not None and number <= critic.settings.pretrain
-        shared = critic if critic is not None and critic.shared and not pretraining else None
+        in_pass = critic if critic is not None and critic.shared and not pretraining else None
         with (
             clock.phase("update"),
             backbone.checkpointing(policy, checkpointing),
@@ -87,11 +87,11 @@ def train_online(
             for minibatch in one_pass * group.updates_per_rollout:
                 samples = weigh([groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm)
                 now = algorithm if pretraining else steered(algorithm, optimizer, samples)
-                loss = step_loss(policy, now, samples, critic=shared, teacher=hinted, number=optimizer.taken, budget=budget)
-                trained = [] if pretraining else [optimizer] if shared is None else [optimizer, shared.optimizer]
-                updates.append(update(policy, loss, loss.samples, *trained, budget=budget))
+                loss = step_loss(policy, now, samples, critic=in_pass, teacher=hinted, number=optimizer.taken, budget=budget)
+                optimizers = [] if pretraining else [optimizer] if in_pass is None else [optimizer, in_pass.optimizer]
+                updates.append(update(policy, loss, loss.samples, *optimizers, budget=budget))
                 budget = updates[-1].budget
-                if critic is not None and shared is None:
+                if critic is not None and in_pass is None:
                     alone = CriticLoss(loss, critic)
                     budget = update(critic.policy, alone, loss.samples, critic.optimizer, budget=budget).budget
         with clock.phase("sync"):
