@@ -238,6 +238,12 @@ def test_rows_to_learn_from(kind: str, text: str, expected: dict[str, object]) -
     assert {key: keys.get(key) for key in expected} == expected
 
 
+@pytest.mark.parametrize("text", ["vllm_mode: server", "vllm_server_base_url: http://host:1", "vllm_mode: colocate"])
+def test_servers_are_started_by_groupwise(text: str) -> None:
+    needed = read(f"num_generations: 8\nmax_steps: 3\nuse_vllm: true\n{text}\n").needed
+    assert any("groupwise serve MODEL" in said for said in needed) == ("colocate" not in text)
+
+
 def test_what_sft_counts_and_trains_depends_on_rows() -> None:
     """With packing TRL's batch counts packed sequences; of messages it trains every token, unless a flag says otherwise."""
     packed = read("max_steps: 3\npacking: true\nmax_length: 2048\ngradient_accumulation_steps: 2\n")

@@ -564,6 +564,8 @@ def _engine(trl: Configuration) -> None:
     elif device is None:
         host = str(trl.get("vllm_server_host"))
         vllm["servers"] = [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{trl.get('vllm_server_port')}"]
+    if "servers" in vllm:
+        trl.need("rollout.engine: start the servers with `groupwise serve MODEL`; those of `trl vllm-serve` have other routes")
     vllm["correct"] = None
     if trl.get("vllm_importance_sampling_correction"):
         prefix = "vllm_importance_sampling_"
@@ -856,7 +858,7 @@ UNNEEDED = {
     "of accelerate: groupwise train --nproc N says it; batches are multiplied by it": "num_processes",
     "the optimizer is AdamW with float32 state": "optim optim_args",
     "the same command resumes the run; --fresh starts anew": "overwrite_output_dir",
-    "rows are always packed, and never see one another": "packing packing_strategy",
+    "rows are always packed, and never see one another; batch_size counts rows": "packing packing_strategy",
     "the reference's log-probs of pairs are always computed once, before the first step": "precompute_ref_log_probs",
     "the tokenizer is the checkpoint's; in Python tokenizer=..., beside a loaded model": "processing_class",
     "every column of the data reaches the reward functions that ask for it": "remove_unused_columns",
