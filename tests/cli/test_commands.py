@@ -272,6 +272,10 @@ def test_score(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert commands.main(["score", "exact", "rows.jsonl"]) == 0
     assert "mean 0.5" in capsys.readouterr().out
+    assert commands.main(["score", "rows.jsonl", "exact"]) == 2
+    assert "rows.jsonl is no reward function: groupwise score REWARD rows.jsonl" in capsys.readouterr().err
+    assert commands.main(["view", "rows.jsnl", "--export", "page.html"]) == 2
+    assert "there is no rows.jsnl (did you mean rows.jsonl?)" in capsys.readouterr().err
     assert commands.main(["score", "exact", "nosuch.jsonl"]) == 2
 
 
@@ -470,7 +474,7 @@ def test_a_run_that_is_not_there_is_said_to_be_missing(typed: str, folder: Path,
     """And not, say, that a reward or data have to be named."""
     (folder / "runs").mkdir()
     assert commands.main([typed, "runs/zzzzzzzz"]) == 2
-    assert re.search("no such folder|there is no|is neither|is no run", capsys.readouterr().err)
+    assert re.search("no such folder|there is no|is no run", capsys.readouterr().err)
 
 
 def test_a_misspelt_recipe_name_gets_the_nearest_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

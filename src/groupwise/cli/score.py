@@ -50,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
         demand_trust(origin, ("rewards",))
         functions: Sequence[RewardSettings] = origin.recipe.rewards
     else:
+        if expanded(options.reward).exists() and not expanded(options.file).exists():
+            raise ConfigError(f"{options.reward} is no reward function: groupwise score REWARD {options.reward}")
         functions = [RewardSettings(function=name.strip(), args=keywords) for name in options.reward.split(",")]
     if keywords and len(functions) > 1:
         raise ConfigError(f"--arg belongs to one function, but {len(functions)} are named; score them one by one")

@@ -298,7 +298,9 @@ def open_source(path: str | Path, name: str | None = None) -> CompletionSource:
         raise DataError(f"{path} is no run folder (it holds no {CONFIG}){near}")
     if path.suffix.lower() in DATA_SUFFIXES:
         return open_file(path, name)
-    raise DataError(f"{path} is neither a run folder nor a file that ends in {', '.join(DATA_SUFFIXES)}{near_path(path)}")
+    if not path.exists():
+        raise DataError(f"there is no {path}{near_path(path)}")
+    raise DataError(f"{path} is neither a run folder nor a file that ends in {', '.join(DATA_SUFFIXES)}")
 
 
 def open_sources(paths: Sequence[str | Path]) -> list[CompletionSource]:
