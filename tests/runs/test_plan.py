@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 import sys
 import weakref
@@ -257,6 +258,20 @@ def test_a_dry_run_for_64_processes_needs_neither_them_nor_weights(planned: Call
     code, text = planned("--dry-run", "--nproc", "2")
     assert code == 0
     assert "processes 2, all weights on each" in text
+
+
+def test_gpus_are_planned_for_where_there_are_none(planned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = ("--model-config", str(tmp_path / "config.json"), "--world", "8", "model.dtype=bfloat16")
+    peaks = []
+    for device in ("cpu", "cuda"):
+        code, text = planned("--dry-run", *options, f"model.device={device}")
+        assert code == 0
+        peaks.append(float(re.findall(r"memory about ([0-9.]+) GiB", text)[0]))
+    assert peaks[1] < peaks[0], "a GPU holds no second copy of all weights"
+    code, text = planned("model.device=cuda")
+    assert code == 2
+    assert "torch finds no GPU" in text
 
 
 @pytest.mark.parametrize(

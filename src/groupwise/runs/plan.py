@@ -378,7 +378,8 @@ def load_of(
     recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm | None, rows: Data[Any], scorers: Sequence[Blueprint]
 ) -> Load:
     """The work of one step, for the memory plan.   scorers: reward models that do not exist yet."""
-    group, cpu = recipe.group, resolve_device(recipe.model).type == "cpu"
+    group, device = recipe.group, recipe.model.device
+    cpu = device != "cuda" and resolve_device(recipe.model).type == "cpu"  # a plan for GPUs needs none
     load = Load(
         prompts=recipe.batch_size,
         group=1,

@@ -61,7 +61,7 @@ def train_recipe(
     report: called with the folder of every stage that has finished; if it fails, that is said and nothing else.
     """
     stages = load_stages(path, overrides)
-    here = join(next(iter(stages.values())), timeout)
+    here = comm.join(timeout, cuda=False) if dry_run else join(next(iter(stages.values())), timeout)
     console = console or make_console(quiet=not here.first)
     if fresh:
         stages = comm.from_first(lambda: anew(stages))
