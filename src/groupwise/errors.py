@@ -52,11 +52,11 @@ class RunError(DataError):
 
 
 class Problems(ConfigError):
-    """Several mistakes in one recipe, each an error of its own: `found`."""
+    """Several mistakes in one recipe, each an error of its own."""
 
-    def __init__(self, found: Sequence[GroupwiseError]) -> None:
-        self.found = tuple(found)
-        super().__init__("\n".join([f"{len(found)} problems:", *(f"  {error}" for error in found)]))
+    def __init__(self, errors: Sequence[GroupwiseError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("\n".join([f"{len(errors)} problems:", *(f"  {error}" for error in errors)]))
 
 
 class Findings:
@@ -71,7 +71,7 @@ class Findings:
         try:
             yield
         except Problems as several:
-            self.errors += several.found
+            self.errors += several.errors
         except (ConfigError, DataError) as error:
             error.key = error.key or key
             self.errors.append(error)

@@ -125,7 +125,7 @@ def evaluate(
     keys = None if environment is None else objects.environment_keys(environment, None)
     named = None if rewards is None else tuple(RewardSettings(**entry) for entry in objects.reward_entries(rewards))
     replaced = {"data": data is not None or task is not None, "rewards": named is not None, "environment": keys is not None}
-    origin = _origin(path, overrides, [part for part, given in replaced.items() if not given])
+    origin = _origin(path, overrides, [part for part, changed in replaced.items() if not changed])
     run = _plain_recipe() if origin is None else origin.recipe
     if run.objective in JUDGES:
         raise ConfigError(f"{path} holds a model of the objective {run.objective!r}, which writes no completions to evaluate")
@@ -227,10 +227,10 @@ def _data_of(
 
 def _judges_of(path: str, run: Recipe) -> tuple[RewardSettings, ...]:
     """A run's reward functions, which must be there; of stages the folders of their models."""
-    for one in run.rewards:
-        if one.function.startswith(LIVE) and not isinstance(one.function, Live):
+    for reward in run.rewards:
+        if reward.function.startswith(LIVE) and not isinstance(reward.function, Live):
             raise ConfigError(
-                f"{path} was judged by a function of the program that trained it ({one.function}): give rewards=[FUNCTION]"
+                f"{path} was judged by a function of the program that trained it ({reward.function}): give rewards=[FUNCTION]"
             )
     alone = replace(run, model=ModelSettings(), data=DataSettings(), critic=CriticSettings(), teacher=TeacherSettings())
     return resolved(alone).rewards

@@ -121,13 +121,13 @@ def _values(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     if not dataclasses.is_dataclass(config):
         raise ConfigError(f"an object of {type(config).__name__} is no configuration of TRL's or peft's")
     values, changed = {}, {}
-    for one in dataclasses.fields(config):
-        if one.name.startswith("_"):
+    for field in dataclasses.fields(config):
+        if field.name.startswith("_"):
             continue
-        default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-        values[one.name] = value = _plain(getattr(config, one.name))
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        values[field.name] = value = _plain(getattr(config, field.name))
         if value not in (_plain(default), None, [], {}, ""):
-            changed[one.name] = value
+            changed[field.name] = value
     return values, changed
 
 
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
 def _functions(value: Any) -> list[Any]:
     """Functions as a list; the name of a reward model in their place is marked as one."""
     functions = list(value) if isinstance(value, list | tuple) else [value]
-    for one in functions:
-        if hasattr(one, "config") and hasattr(one, "named_parameters"):
+    for function in functions:
+        if hasattr(function, "config") and hasattr(function, "named_parameters"):
             raise ConfigError("a loaded reward model cannot be handed over: give the folder or hub name of its checkpoint")
-    return [RewardModel(one) if isinstance(one, str) else one for one in functions]
+    return [RewardModel(function) if isinstance(function, str) else function for function in functions]

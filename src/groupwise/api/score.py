@@ -97,7 +97,7 @@ class ScoreReport:
             ]
             lines.append(f"{n + 1:<5}" + "  ".join(values + cells))
         slowest = sorted(self.calls, key=lambda call: -call.seconds)[:SLOWEST]
-        slow = [self._said(call) for call in slowest if call.seconds >= SLOW]
+        slow = [self._described(call) for call in slowest if call.seconds >= SLOW]
         return "\n".join([*lines, "", *slow] if slow else lines)
 
     def _differing(self) -> Iterator[str]:
@@ -109,7 +109,7 @@ class ScoreReport:
         differ = sum(len(np.unique(group[~np.isnan(group)])) > 1 for group in several)
         yield f"{differ} of {len(several)} prompts with several completions have different rewards; the others teach nothing"
 
-    def _said(self, call: TimedCall) -> str:
+    def _described(self, call: TimedCall) -> str:
         others = f" and {call.count - 1} more of its prompt" if call.count > 1 else ""
         took = f"slow: {visible(call.function, 60)} took {call.seconds:.2f} s on {self.rows[call.row]}{others}"
         return f"{took}: {visible(self.texts[call.row], 60)}"
@@ -254,7 +254,7 @@ def _recorded(rows: SourceRows) -> SourceRows:
     named = [
         {
             **json.loads(row["row"]),
-            "prompt": _asked(row),
+            "prompt": _prompt_of(row),
             "completion": row["completion_text"],
             **{column: row[column] for column in ("prompt_ids", "completion_ids")},
             "finish_reason": row["finish"],
@@ -264,7 +264,7 @@ def _recorded(rows: SourceRows) -> SourceRows:
     return replace(rows, rows=named)
 
 
-def _asked(row: Mapping[str, Any]) -> Any:
+def _prompt_of(row: Mapping[str, Any]) -> Any:
     """The prompt as the run's reward functions saw it; of a record without its messages, what stands in the data row."""
     if row.get("prompt_messages") is None:
         return json.loads(row["row"]).get("prompt", row["prompt_text"])

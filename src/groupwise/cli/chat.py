@@ -85,10 +85,10 @@ def chat(
     messages: list[Mapping[str, Any]] = []
     with ExitStack() as ends:
         answered = Answered.of(policy, origin, environment, length, ends) if talks else None
-        while said := _typed(console):
-            messages.append({"role": "user", "content": said})
+        while typed := _typed(console):
+            messages.append({"role": "user", "content": typed})
             if answered is None:
-                answer = policy.generate(messages if talks else said, max_new_tokens=length, temperature=temperature, seed=seed)
+                answer = policy.generate(messages if talks else typed, max_new_tokens=length, temperature=temperature, seed=seed)
                 messages.append({"role": "assistant", "content": answer})
             else:
                 rollout = answered.turn(messages, temperature, seed)

@@ -216,7 +216,7 @@ def with_lines(path: str | Path, overrides: Sequence[str] = (), stage: str | Non
     try:
         yield
     except GroupwiseError as error:
-        problems = error.found if isinstance(error, Problems) else (error,) if error.key else ()
+        problems = error.errors if isinstance(error, Problems) else (error,) if error.key else ()
         if not problems:
             raise
         text, name = _read(path)

@@ -137,16 +137,16 @@ class Script:
 
     def keywords(self, call: ast.Call, depth: int = 0) -> Iterator[tuple[str, ast.expr]]:
         """The arguments of a call by name, those of a `**` that is written out among them."""
-        for one in call.keywords:
-            inner = self.followed(one.value)
-            if one.arg is not None:
-                yield one.arg, one.value
+        for keyword in call.keywords:
+            inner = self.followed(keyword.value)
+            if keyword.arg is not None:
+                yield keyword.arg, keyword.value
             elif isinstance(inner, ast.Dict) and all(isinstance(key, ast.Constant) for key in inner.keys):
                 yield from ((str(self.value(key)), value) for key, value in zip(inner.keys, inner.values, strict=True) if key)
             elif isinstance(inner, ast.Call) and called(inner) == "dict" and not inner.args and depth < DEPTH:
                 yield from self.keywords(inner, depth + 1)
             else:
-                yield OPEN, one.value
+                yield OPEN, keyword.value
 
     def read(self, name: str, node: ast.expr) -> None:
         """Add an argument to those that are known; a line where its value is not known."""
@@ -315,16 +315,16 @@ class Script:
         node = self.followed(node)
         elements = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
         things: list[str | RewardEntry | None] = []
-        for one in elements:
-            value = self.value(one)
-            made = self.overlong(one) if file == "rewards" else None
-            things.append(RewardModel(value) if isinstance(value, str) else made or self.object(file, one))
-        if not any(things) or any(isinstance(one, ast.Starred) for one in elements):
+        for element in elements:
+            value = self.value(element)
+            made = self.overlong(element) if file == "rewards" else None
+            things.append(RewardModel(value) if isinstance(value, str) else made or self.object(file, element))
+        if not any(things) or any(isinstance(element, ast.Starred) for element in elements):
             return UNKNOWN
-        for place, one in enumerate(elements):
+        for place, element in enumerate(elements):
             if things[place] is None:
                 name = f"number_{place + 1}"
-                self.needed.append(f"{file}: write `{name} = {ast.unparse(one)}` into {file}.py")
+                self.needed.append(f"{file}: write `{name} = {ast.unparse(element)}` into {file}.py")
                 things[place] = f"{file}.py:{name}"
         return things
 

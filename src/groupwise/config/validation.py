@@ -352,9 +352,9 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.tools: two tools are called {twice!r}; the policy tells them apart by name"
     if isinstance(factory, Mapping) and not factory:
         yield f"{at}.factory names no environment: write {{name: file.py:Class}}"
-    for name, one in factory.items() if isinstance(factory, Mapping) else [("", factory)] if factory else []:
+    for name, spec in factory.items() if isinstance(factory, Mapping) else [("", factory)] if factory else []:
         key = f"{at}.factory.{name}" if name else f"{at}.factory"
-        if wrong := _wrong_name(one, "Class"):
+        if wrong := _wrong_name(spec, "Class"):
             yield (key,), f"{key}: {wrong}"
     if environment.talks and recipe.objective in DATASET and recipe.objective != "sft":
         yield f"{at}: {recipe.objective!r} samples no conversations and shows no tools: leave it out of this stage"
@@ -545,13 +545,13 @@ def _shown(recipe: Recipe) -> Findings:
         yield f"{at}: nothing ties demonstrations to a reference: leave group.beta out"
 
 
-def _wrong_choice(name: str, names: Collection[str], kind: str = "NAME", own: str = "or module:NAME") -> str | None:
+def _wrong_choice(name: str, names: Collection[str], kind: str = "NAME", others: str = "or module:NAME") -> str | None:
     """Why `name` is neither one of ours nor somebody's own, or None.   own: how those are written."""
     if name in names:
         return None
     if ":" in name:
         return _wrong_name(name, kind)
-    return f"must be one of {', '.join(names)}, {own}; got {name!r}{closest(name, names)}"
+    return f"must be one of {', '.join(names)}, {others}; got {name!r}{closest(name, names)}"
 
 
 PLAIN = ALGORITHMS["grpo"]

@@ -106,12 +106,12 @@ class Visits:
                 rate = float("nan") if np.isnan(group.right).all() else float((group.right == 1.0).mean())
                 self.order.learn(self._rows[group.prompt.id.partition("/")[2]], rate)
 
-    def account(self, kept: Sequence[Scored]) -> dict[str, float]:
+    def account(self, groups: Sequence[Scored]) -> dict[str, float]:
         """Metrics of a step that keeps some of the groups that were sampled for it.
 
         Where rollouts run ahead, groups of later steps have been recorded too, so the dropped ones are not counted.
         """
-        tokens = sum(len(rollout) for group in kept for rollout in group.rollouts)
+        tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
         discarded, self._sampled = self._sampled - tokens, 0
         metrics = {"tokens/discarded": float(discarded)} if discarded > 0 and not self.ahead else {}
         if isinstance(self.order, Curriculum):

@@ -174,7 +174,7 @@ def encode(
     template's `control_tokens`.
     """
     report = Report.of(rows)
-    numbers, questions = _asked(rows, template, report)
+    numbers, questions = _questions_of(rows, template, report)
     items: list[Item] = []
     keys: set[str] = set()
     for number, question, answers in zip(numbers, questions, _answered(questions, template, eos_ids), strict=True):
@@ -223,7 +223,7 @@ def _answered(
     return zip(*completed, strict=True) if completed else [()] * len(questions)
 
 
-def _asked(rows: SourceRows[ReadRow], template: Template, report: Report) -> tuple[list[int], list[Question]]:
+def _questions_of(rows: SourceRows[ReadRow], template: Template, report: Report) -> tuple[list[int], list[Question]]:
     """Number and question of the rows that ask something the tokenizer can write; the others are counted in `report`."""
     filled: list[tuple[int, ReadRow]] = []
     for number, example in enumerate(rows):

@@ -249,9 +249,9 @@ def joined(prompt: Messages, turns: Messages, column: str, where: str, answer: s
     repeat a prompt together with its open turn, and say more in that turn, the prompt ends before it.
     Raises BadRow if the turns begin otherwise than the prompt.
 
-    >>> asked, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    >>> joined([asked], [asked, said], "chosen", "row 1") == joined([asked], [said], "chosen", "row 1") == [asked, said]
-    True
+    >>> question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    >>> [len(joined([question], turns, "chosen", "row 1")) for turns in ([question, answer], [answer])]
+    [2, 2]
     """
     opening, question = _opening(prompt), prompt[_opening(prompt) :]
     if not turns or _same(prompt[-len(turns) :], turns):
@@ -291,8 +291,8 @@ def _fills(spoken: Messages, question: Messages) -> bool:
 
 
 def _same(some: Messages, others: Messages) -> bool:
-    return [_said(message) for message in some] == [_said(message) for message in others]
+    return [_turn_of(message) for message in some] == [_turn_of(message) for message in others]
 
 
-def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+def _turn_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
     return message["role"], str(message["content"]).strip(), [message[key] for key in beside(message)]

@@ -114,8 +114,8 @@ def _chosen_and_rejected(row: Row, where: str, wording: Wording) -> Row | LeftOu
     spoken = [_turns_of(side) for side in (chosen, rejected)]
     if not all(spoken):
         has_prompt = any(column in row for column in ASKED_IN)
-        one = any(spoken) and not has_prompt and isinstance(chosen, str) and isinstance(rejected, str)
-        return LeftOut("in which one side is no conversation", where) if one else row
+        one_sided = any(spoken) and not has_prompt and isinstance(chosen, str) and isinstance(rejected, str)
+        return LeftOut("in which one side is no conversation", where) if one_sided else row
     if any(turns[-1]["role"] != "assistant" for turns in spoken):
         return LeftOut("that do not end with a turn of the assistant", where)
     if wording.chat:
@@ -211,12 +211,12 @@ def _by_sign(first: str, second: str, sign: str, prompt: str) -> Callable[[Row, 
         if preference == 0:
             return LeftOut("without a preference", where)
         better, worse = (row[first], row[second]) if preference < 0 else (row[second], row[first])
-        return {**row, "prompt": _asked(row[prompt], wording.chat), "chosen": better, "rejected": worse}
+        return {**row, "prompt": _with_turns(row[prompt], wording.chat), "chosen": better, "rejected": worse}
 
     return read
 
 
-def _asked(prompt: object, chat: bool) -> object:
+def _with_turns(prompt: object, chat: bool) -> object:
     """HelpSteer2 writes earlier turns into the prompt's string, behind `<extra_id_1>`."""
     if not chat or not isinstance(prompt, str) or not _EXTRA_ID_TURN.search(prompt):
         return prompt
@@ -243,7 +243,7 @@ def _rated(rows: SourceRows, wording: Wording) -> Pairs:
             yield from ((i, LeftOut("whose completions are rated alike", rows.where(i))) for i in rated)
             continue
         sides = {"chosen": rows[best].get("response"), "rejected": rows[worst].get("response")}
-        yield best, {**rows[best], **_asked_in(rows[best], wording), **sides}
+        yield best, {**rows[best], **_prompt_column(rows[best], wording), **sides}
         yield worst, LeftOut(JOINED, rows.where(worst))
         others = (i for i in rated if i not in (best, worst))
         yield from ((i, LeftOut("between the best and the worst of a prompt", rows.where(i))) for i in others)
@@ -284,8 +284,8 @@ def _key(row: Row, wording: Wording) -> str:
         return f"\0{id(row)}"
 
 
-def _asked_in(row: Row, wording: Wording) -> Row:
-    return {"prompt": _asked(row["prompt"], wording.chat)} if "prompt" in row else {}
+def _prompt_column(row: Row, wording: Wording) -> Row:
+    return {"prompt": _with_turns(row["prompt"], wording.chat)} if "prompt" in row else {}
 
 
 _HELPSTEER2 = ("response_1", "response_2", "preference_strength")

@@ -98,13 +98,13 @@ class Wording:
     def read(self, row: Row, where: str = "row") -> ReadRow:
         """`row` as a prompt.  Raises DataError as `content`."""
         variables = variables_in(row, where)
-        bare = self._asked(row, where)
+        bare = self._bare_content(row, where)
         content = self.opened(self._in_chat(bare))
         return ReadRow(row, where, content, variables=variables, wrapped=self.chat and isinstance(bare, str))
 
     def own_content(self, row: Row, where: str = "row") -> Content:
         """`content` without the system message of the settings."""
-        return self._in_chat(self._asked(row, where))
+        return self._in_chat(self._bare_content(row, where))
 
     def column_of(self, row: Row) -> str | None:
         """The column that a row asks in; None if it has none, or if `format` says what it asks."""
@@ -147,7 +147,7 @@ class Wording:
             return brought[0]["content"]
         return _KEYS.encode(brought)
 
-    def _asked(self, row: Row, where: str) -> Content:
+    def _bare_content(self, row: Row, where: str) -> Content:
         """`own_content` before `chat` makes a message of a text."""
         if self.format == "alpaca":
             return _alpaca(row, where)

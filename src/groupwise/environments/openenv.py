@@ -62,7 +62,7 @@ class OpenEnv:
                 return self._read(data)[0]
             self.close()
             if data.get("code") != FULL or time.monotonic() + pause > until:
-                raise EnvironmentFailure(f"{self.url} does not begin an episode: {_said(data)}")
+                raise EnvironmentFailure(f"{self.url} does not begin an episode: {_message_in(data)}")
             time.sleep(pause)  # other episodes have all sessions; one of them ends
             pause = min(2 * pause, 1.0)
 
@@ -72,8 +72,8 @@ class OpenEnv:
         if kind == "observation":
             return self._read(data)
         if data.get("code") in POLICYS:
-            return f"error: {_said(data)}", None, False
-        raise EnvironmentFailure(f"{self.url} does not go on: {_said(data)}")
+            return f"error: {_message_in(data)}", None, False
+        raise EnvironmentFailure(f"{self.url} does not go on: {_message_in(data)}")
 
     def close(self) -> None:
         """End the session."""
@@ -142,5 +142,5 @@ class OpenEnv:
         return text, None if reward is None else float(reward), bool(data.get("done"))
 
 
-def _said(data: Mapping[str, Any]) -> str:
+def _message_in(data: Mapping[str, Any]) -> str:
     return f"{data.get('message', data)}"[:500]

@@ -19,14 +19,14 @@ def run_program(command: Sequence[str], environment: Mapping[str, str], text: st
     program = subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe)
     assert program.stdin is not None
     ends = [(bytearray(), stream) for stream in (program.stdout, program.stderr) if stream is not None]
-    reading = [threads.begin(lambda one=one: _read(*one), "output of a program") for one in ends]
+    reading = [threads.begin(lambda end=end: _read(*end), "output of a program") for end in ends]
     with contextlib.suppress(BrokenPipeError):  # it does not read all of it
         program.stdin.write(text.encode())
         program.stdin.close()
     status = program.wait()
-    for one in reading:
+    for reader in reading:
         with contextlib.suppress(TimeoutError):  # something that it has started may still hold the pipe
-            one.exception(1.0)
+            reader.exception(1.0)
     printed, errors = (bytes(end).decode(errors="replace") for end, _ in ends)
     return status, printed, errors
 

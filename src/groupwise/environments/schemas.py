@@ -202,13 +202,13 @@ def _typed(schema: Any, value: Any) -> Any:
     """A value as the part of JSON Schema that `schema_of` writes asks for it.  Raises _Misfit."""
     if not isinstance(schema, Mapping) or (value is None and schema.get("nullable")):
         return value
-    for one in schema.get("anyOf", ()):
+    for option in schema.get("anyOf", ()):
         with suppress(_Misfit):
-            return _typed(one, value)
+            return _typed(option, value)
     if "enum" in schema:
-        for one in schema["enum"]:
-            if value == one and isinstance(value, bool) is isinstance(one, bool):
-                return one
+        for option in schema["enum"]:
+            if value == option and isinstance(value, bool) is isinstance(option, bool):
+                return option
     kinds = _kinds(schema.get("type"))
     if schema.keys() & {"anyOf", "enum"} or (kinds and not any(is_kind(kind, value) for kind in kinds)):
         raise _Misfit
@@ -218,7 +218,7 @@ def _typed(schema: Any, value: Any) -> Any:
         first = schema.get("prefixItems", [schema.get("items")] * len(value))
         if len(first) != len(value):
             raise _Misfit
-        return [_typed(one, inner) for one, inner in zip(first, value, strict=True)]
+        return [_typed(option, inner) for option, inner in zip(first, value, strict=True)]
     if isinstance(value, dict):
         known, other = schema.get("properties") or {}, schema.get("additionalProperties")
         return {key: _typed(known.get(key, other), inner) for key, inner in value.items()}

@@ -174,7 +174,7 @@ def find_gold(text: str) -> str | None:
 
 def marked(text: str, *, cut: bool = False) -> str | None:
     """The answer that stands in a box, in an `<answer>` tag or behind `####`, whichever comes last; None if none is there."""
-    return max(_boxed(text, cut), _hashed(_finished(text) if cut else text), _tagged(text, cut), key=lambda found: found[0])[1]
+    return max(_boxed(text, cut), _hashed(_finished(text) if cut else text), _tagged(text, cut), key=lambda answer: answer[0])[1]
 
 
 def _boxed(text: str, cut: bool) -> tuple[int, str | None]:

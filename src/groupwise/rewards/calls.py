@@ -90,9 +90,9 @@ def outcomes_of(calls: Sequence[RewardCall], answers: Sequence[Mapping[str, Any]
         if answer is None:
             continue  # after another one's failure
         if "error" in answer:
-            one: int | None = answer["index"]
-            labels = call.labels if one is None else [call.labels[one]]
-            error = raised(call.reward, labels, answer, None if one is None else call.texts[one])
+            place: int | None = answer["index"]
+            labels = call.labels if place is None else [call.labels[place]]
+            error = raised(call.reward, labels, answer, None if place is None else call.texts[place])
             raise error from (Traceback(answer["trace"]) if answer["trace"] else None)
         outcomes.append(out_of_time(call, answer["late"], [call]) if "late" in answer else Outcome(**answer))
     return outcomes

@@ -112,50 +112,50 @@ def build_rewards(
     if not settings:
         raise ConfigError("there is no reward function; name at least one under rewards:, e.g. `- function: accuracy`")
     offered = [column for column in columns if column not in RESERVED]
-    entries = [_entry(one, place) for place, one in enumerate(settings)]
+    entries = [_entry(entry, place) for place, entry in enumerate(settings)]
     wrong = Findings()
-    files = {file_of(one.function): Host() for one, live in entries if live is None and ":" in one.function}
+    files = {file_of(entry.function): Host() for entry, live in entries if live is None and ":" in entry.function}
     names, rewards = list[str](), list[Reward]()
     try:
         for host in files.values():
             host.start()  # they start side by side
-        for place, (one, live) in enumerate(entries):
-            key, name = f"rewards.{place}", one.name or one.function.rpartition(":")[2]
+        for place, (entry, live) in enumerate(entries):
+            key, name = f"rewards.{place}", entry.name or entry.function.rpartition(":")[2]
             with wrong.of(f"{key}.args"):
-                demand_values(one.args, f"{key}.args")
+                demand_values(entry.args, f"{key}.args")
             with wrong.of(f"{key}.weight"):
-                if not math.isfinite(one.weight):
-                    raise ConfigError(f"the reward {name!r} has weight {one.weight}; a weight is a finite number")
+                if not math.isfinite(entry.weight):
+                    raise ConfigError(f"the reward {name!r} has weight {entry.weight}; a weight is a finite number")
             with wrong.of(f"{key}.name"):
                 if name in names:
                     raise ConfigError(f"two reward functions have the name {name!r}; give one of them another by name:")
             names.append(name)
             with wrong.of(f"{key}.function"):
-                if live is None and ":" not in one.function:
-                    rewards.append(find_builtin(one, offered, tokenizer))
+                if live is None and ":" not in entry.function:
+                    rewards.append(find_builtin(entry, offered, tokenizer))
                     continue
                 if live is not None:
-                    signature = read_signature(live.function, name, one.args, offered)
-                elif (host := files[file_of(one.function)]).worker is None:
+                    signature = read_signature(live.function, name, entry.args, offered)
+                elif (host := files[file_of(entry.function)]).worker is None:
                     continue  # that the file cannot be imported is one mistake
                 else:
-                    signature = host.describe(one.function, name, one.args, offered)
+                    signature = host.describe(entry.function, name, entry.args, offered)
                 rewards.append(
                     Reward(
                         name=name,
-                        weight=float(one.weight),
-                        spec=one.function,
+                        weight=float(entry.weight),
+                        spec=entry.function,
                         signature=signature,
-                        arguments=dict(one.args),
-                        timeout=one.timeout,
+                        arguments=dict(entry.args),
+                        timeout=entry.timeout,
                     )
                 )
         with wrong.of("verdict"):
-            verdict = verdict_of([one for one, _ in entries], verdict)
+            verdict = verdict_of([entry for entry, _ in entries], verdict)
             if verdict is not None and verdict not in names:
                 raise ConfigError(f"verdict: there is no reward {verdict!r}; the rewards are {', '.join(names)}")
         wrong.settle()
-        return Rewards(rewards, offered, files, verdict, {one.function: live for one, live in entries if live is not None})
+        return Rewards(rewards, offered, files, verdict, {entry.function: live for entry, live in entries if live is not None})
     except BaseException:
         for host in files.values():
             host.kill()
@@ -167,18 +167,18 @@ def file_of(spec: str) -> str:
     return spec.rpartition(":")[0]
 
 
-def _entry(one: RewardSettings | LiveReward | Callable[..., Any], place: int) -> tuple[RewardSettings, LiveReward | None]:
+def _entry(reward: RewardSettings | LiveReward | Callable[..., Any], place: int) -> tuple[RewardSettings, LiveReward | None]:
     """One of the functions that `build_rewards` takes, as a recipe has it, and itself where it is an object of the program."""
-    if isinstance(one, RewardSettings):
-        if not one.function.startswith(LIVE):
-            return one, None
-        if not isinstance(one.function, Live):
-            raise missing(one.function, f"rewards.{place}.function")
-        live: LiveReward = one.function.value
-        one = replace(live, weight=one.weight, name=one.name or live.name, args=one.args, timeout=one.timeout)
-    elif not isinstance(one, LiveReward):
-        one = LiveReward(function=one)
-    return one.settings(), one
+    if isinstance(reward, RewardSettings):
+        if not reward.function.startswith(LIVE):
+            return reward, None
+        if not isinstance(reward.function, Live):
+            raise missing(reward.function, f"rewards.{place}.function")
+        live: LiveReward = reward.function.value
+        reward = replace(live, weight=reward.weight, name=reward.name or live.name, args=reward.args, timeout=reward.timeout)
+    elif not isinstance(reward, LiveReward):
+        reward = LiveReward(function=reward)
+    return reward.settings(), reward
 
 
 class Judge(Protocol):
@@ -502,11 +502,11 @@ def _hosts(rewards: Sequence[Reward], files: dict[str, Host], live: Mapping[str,
     hosts: dict[str, Host] = {}
     shared: dict[str, Host] = {}
     for reward in rewards:
-        one, file = live.get(reward.spec), file_of(reward.spec)
-        if reward.function is not None or (one is not None and one.runs == "here"):
+        handed_over, file = live.get(reward.spec), file_of(reward.spec)
+        if reward.function is not None or (handed_over is not None and handed_over.runs == "here"):
             continue
-        if one is not None:
-            hosts[reward.name] = Host(lambda spec=reward.spec, f=one.function: Functions({spec: f}).answer)
+        if handed_over is not None:
+            hosts[reward.name] = Host(lambda spec=reward.spec, f=handed_over.function: Functions({spec: f}).answer)
             continue
         alone = reward.timeout is not None and not reward.signature.asynchronous
         host = (None if alone else shared.get(file)) or files.pop(file, None) or Host()

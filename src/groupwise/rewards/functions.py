@@ -182,10 +182,10 @@ class Functions:
         for task in tasks:
             while task in running:
                 ended, running = loop.run_until_complete(asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))
-                if running and any("error" in one.result() for one in ended):
+                if running and any("error" in job.result() for job in ended):
                     cancelled, running = running, set()
-                    for one in cancelled:
-                        one.cancel()
+                    for job in cancelled:
+                        job.cancel()
                     loop.run_until_complete(asyncio.wait(cancelled))
             yield None if task in cancelled else task.result()
 

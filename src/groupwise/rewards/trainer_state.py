@@ -93,10 +93,10 @@ def joined(logs: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> dict[str
     {'metrics': {'a': [1.0, 0.0]}, 'columns': {'b': [None, None, 7]}}
     """
     metrics: dict[str, list[float]] = {}
-    columns: dict[str, list[Any]] = {column: [] for one in logs for column in one.get("columns", {})}
-    for one, count in zip(logs, counts, strict=True):
-        for name, values in one.get("metrics", {}).items():
+    columns: dict[str, list[Any]] = {column: [] for entry in logs for column in entry.get("columns", {})}
+    for entry, count in zip(logs, counts, strict=True):
+        for name, values in entry.get("metrics", {}).items():
             metrics.setdefault(name, []).extend(values)
         for name, column in columns.items():
-            column.extend(one.get("columns", {}).get(name, [None] * count))
+            column.extend(entry.get("columns", {}).get(name, [None] * count))
     return {"metrics": metrics, "columns": columns}

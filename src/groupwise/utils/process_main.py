@@ -93,8 +93,8 @@ def supervise(
             output.become()
         _be_a_worker(above)
         work()
-    for one in others:
-        one.close()
+    for end in others:
+        end.close()
     waiting = select.poll()
     waiting.register(lifeline, select.POLLIN)
     if output is not None:
@@ -273,8 +273,8 @@ def answer_requests(channel: socket.socket, function: Function, cpu_seconds: flo
             forks = {fork for fork in forks if not os.waitpid(fork, os.WNOHANG)[0]}
             with contextlib.suppress(OSError):  # there are no more processes: the parent sees the end of the channel
                 forks.add(_fork(ends, function, cpu_seconds))
-            for one in ends:
-                one.close()
+            for end in ends:
+                end.close()
             continue
         try:
             for value in _values(function, pickle.loads(request), cpu_seconds):
