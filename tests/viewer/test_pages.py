@@ -344,8 +344,11 @@ def test_what_is_no_run_is_refused_with_a_remedy(tmp_path: Path, run_folder: Pat
         open_source(tmp_path)
     with pytest.raises(DataError, match="there are runs in it: alpha"):
         open_source(run_folder.parent)
-    with pytest.raises(DataError, match="neither"):
+    with pytest.raises(DataError, match=r"there is no .*nothing"):
         open_source(tmp_path / "nothing")
+    (tmp_path / "notes.txt").write_text("plain")
+    with pytest.raises(DataError, match="neither a run folder nor a file that ends in"):
+        open_source(tmp_path / "notes.txt")
     (tmp_path / "numbers.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(DataError, match="could be a completion"):
         open_source(tmp_path / "numbers.jsonl")
