@@ -64,6 +64,9 @@ def test_examples_of_a_run_with_one_evaluation_show_it_once(
     assert main(["examples", str(once), "-n", "1"]) == 0
     head, *_ = capsys.readouterr().out.strip().splitlines()
     assert head.split() == ["prompt", "reward", "before", "training"]
+    shutil.rmtree(once / "evaluations")
+    assert main(["examples", str(once)]) == 2
+    assert "holds no evaluation: train on, or set eval.every or eval.at_start" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- eval

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     run = RunFiles(origin.folder)
     known, _ = steps(run, EVALUATIONS)
     if not known:
-        raise ConfigError(f"{options.folder} holds no evaluation: set eval.every, or eval.at_start for the answers before training")
+        raise ConfigError(f"{options.folder} holds no evaluation: train on, or set eval.every or eval.at_start")
     ends = sorted({min(known), max(known)})
     sides = [{row["prompt_id"]: row for row in reversed(table(run, step, COLUMNS, EVALUATIONS).to_pylist())} for step in ends]
     shared = [prompt for prompt in reversed(sides[-1]) if prompt in sides[0]][: options.count]
