@@ -190,9 +190,9 @@ def _read_generation_config(path: str) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        said = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"model.path: {file} cannot be read ({said}): it says which tokens end a completion; fetch or copy it again, "
+            f"model.path: {file} cannot be read ({reason}): it says which tokens end a completion; fetch or copy it again, "
             "or remove it to go by config.json"
         ) from error
 
@@ -203,9 +203,9 @@ UNBUILDABLE = (KeyError, TypeError, AttributeError, ArithmeticError, StrictDatac
 
 def unbuildable(path: Any, error: Exception) -> ConfigError:
     """What a user is told of it."""
-    said = ((str(error).strip().splitlines() or [""])[-1]).strip()
+    reason = ((str(error).strip().splitlines() or [""])[-1]).strip()
     return ConfigError(
-        f"model.path: the config.json of {path!r} describes no model that can be built ({type(error).__name__}: {said}): "
+        f"model.path: the config.json of {path!r} describes no model that can be built ({type(error).__name__}: {reason}): "
         "correct it, or fetch it again"
     )
 
@@ -214,7 +214,7 @@ def unbuildable(path: Any, error: Exception) -> ConfigError:
 def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """A checkpoint's model, every weight of which was read.  Raises ConfigError.   kind: a class of transformers' Auto family."""
     try:
-        model, found = kind.from_pretrained(path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True)
+        model, report = kind.from_pretrained(path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True)
     except torch.OutOfMemoryError:
         raise
     except pickle.UnpicklingError as error:
@@ -225,12 +225,12 @@ def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
     except UNBUILDABLE as error:
         raise unbuildable(path, error) from error
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {said}; fetch or copy them again") from error
-    if missing := sorted(found["missing_keys"]):  # transformers would leave them random
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {reason}; fetch or copy them again") from error
+    if missing := sorted(report["missing_keys"]):  # transformers would leave them random
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again")
-    if unused := sorted(found["unexpected_keys"]):
+    if unused := sorted(report["unexpected_keys"]):
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         log.warning(
             "model.path: nothing uses %s%s of the weights in %r: its config.json describes a model without", unused[0], more, path
@@ -441,18 +441,18 @@ def eos_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerB
 
     Raises DataError if there is none, or if one lies outside the vocabulary.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     for value in (generation.eos_token_id if generation else None, tokenizer.eos_token_id):
-        found.update(int(token) for token in (value if isinstance(value, (list, tuple)) else [value]) if token is not None)
-    if not found:
+        ids.update(int(token) for token in (value if isinstance(value, (list, tuple)) else [value]) if token is not None)
+    if not ids:
         raise DataError(
             "neither the tokenizer nor the generation config names an EOS token: no completion could ever end; "
             "set eos_token in the tokenizer or eos_token_id in generation_config.json"
         )
-    outside = sorted(token for token in found if not 0 <= token < len(tokenizer))
+    outside = sorted(token for token in ids if not 0 <= token < len(tokenizer))
     if outside:
         raise DataError(f"EOS id {outside[0]} lies outside the vocabulary of {len(tokenizer)} tokens: completions could never end")
-    return tuple(sorted(found))
+    return tuple(sorted(ids))
 
 
 def context_length(config: dict[str, Any]) -> int:

@@ -45,13 +45,13 @@ def forms(config: Any) -> list[Form]:
     """What a configuration could mean, the simplest first."""
     factors, caps = [1.0], [None]
     for section in {id(part): part for part in (config, config.get_text_config())}.values():
-        given = section.to_dict()
-        values = [float(given[key]) for key in FACTORS if given.get(key)]
-        if given.get("dim_model_base") and given.get("hidden_size"):  # MiniCPM's width of reference
-            values.append(given["hidden_size"] / given["dim_model_base"])
+        keys = section.to_dict()
+        values = [float(keys[key]) for key in FACTORS if keys.get(key)]
+        if keys.get("dim_model_base") and keys.get("hidden_size"):  # MiniCPM's width of reference
+            values.append(keys["hidden_size"] / keys["dim_model_base"])
         for value in values:
             factors += [value, 1.0 / value]
-        caps += [float(given[key]) for key in CAPS if given.get(key)]
+        caps += [float(keys[key]) for key in CAPS if keys.get(key)]
     return list(product(factors, caps))
 
 

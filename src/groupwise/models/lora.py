@@ -54,11 +54,11 @@ def write_adapter(policy: Policy, folder: Path, parameters: Mapping[str, Tensor]
 def restore_adapter(policy: Policy, folder: Path) -> None:
     """Take over an adapter that `keep_adapter` wrote, bit for bit."""
     assert policy.adapter is not None
-    kept = load_file(folder / FILE)
+    saved = load_file(folder / FILE)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if name in policy.adapter.trained:
-                parameter.copy_(kept[_file_name(name)])
+                parameter.copy_(saved[_file_name(name)])
 
 
 def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Policy:

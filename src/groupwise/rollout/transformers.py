@@ -111,15 +111,15 @@ class TransformersEngine(InProcess):
         with Conversations(policy, self.world, sampling, seed, streams, **how) as conversations:
             while conversations.unfinished:
                 conversations.begin()
-                for one, rollout in conversations.heard(self.version, wait=True):
+                for stream, rollout in conversations.heard(self.version, wait=True):
                     if rollout is not None:
                         yield from groups.add(rollout)
                         continue
-                    ids = torch.from_numpy(one.ids())[None].to(policy.device)
-                    drawn = self._draw(ids, [one.left], sampling, f"{seed}/{one.prompt.id}/{one.index}/{one.turn}")
-                    one.add(drawn.tokens[0], drawn.logp[0], self.version)
-                    one.support += drawn.support[0] if sampling.truncates else ()
-                    conversations.turn(one, drawn.finish[0])
+                    ids = torch.from_numpy(stream.ids())[None].to(policy.device)
+                    drawn = self._draw(ids, [stream.left], sampling, f"{seed}/{stream.prompt.id}/{stream.index}/{stream.turn}")
+                    stream.add(drawn.tokens[0], drawn.logp[0], self.version)
+                    stream.support += drawn.support[0] if sampling.truncates else ()
+                    conversations.turn(stream, drawn.finish[0])
 
     @torch.no_grad()
     def _draw(self, ids: Tensor, limits: list[int], sampling: Sampling, seed: str, watch: ScoreWatch | None = None) -> _Drawn:

@@ -229,34 +229,34 @@ class VllmEngine:
                 conversations.begin()
                 who, name, answer = pool.take()
                 if who:
-                    one = streams[name]
-                    (choice,) = self._choices(who, one.prompt, answer, 1, sampling, one.left, oldest)
-                    one.add(choice.tokens, choice.logp, choice.version(self._run).tolist())
-                    one.support += choice.support if sampling.truncates else ()
-                    conversations.turn(one, choice.finish(self.policy.eos_ids))
-                for one, rollout in conversations.heard(self._held or 0):
+                    stream = streams[name]
+                    (choice,) = self._choices(who, stream.prompt, answer, 1, sampling, stream.left, oldest)
+                    stream.add(choice.tokens, choice.logp, choice.version(self._run).tolist())
+                    stream.support += choice.support if sampling.truncates else ()
+                    conversations.turn(stream, choice.finish(self.policy.eos_ids))
+                for stream, rollout in conversations.heard(self._held or 0):
                     if rollout is None:
-                        pool.put(f"{one.index}/{one.prompt.id}", self._turn(one, sampling, seed))
+                        pool.put(f"{stream.index}/{stream.prompt.id}", self._turn(stream, sampling, seed))
                     else:
                         yield from groups.add(rollout)
 
-    def _turn(self, one: Stream, sampling: Sampling, seed: int) -> dict[str, Any]:
+    def _turn(self, stream: Stream, sampling: Sampling, seed: int) -> dict[str, Any]:
         """The body of a request for the next turn of a conversation."""
-        ids, context = one.ids(), min(int(facts["context"]) for facts in self.servers.facts)
-        if ids.size + one.left > context:
+        ids, context = stream.ids(), min(int(facts["context"]) for facts in self.servers.facts)
+        if ids.size + stream.left > context:
             raise EngineError(
-                f"a server holds sequences of {context} tokens, but a turn of prompt {one.prompt.id} may have {one.left} behind "
-                f"{ids.size}: start it with -- --max-model-len {ids.size + one.left}"
+                f"a server holds sequences of {context} tokens, but a turn of prompt {stream.prompt.id} may have {stream.left} "
+                f"behind {ids.size}: start it with -- --max-model-len {ids.size + stream.left}"
             )
-        key = stream_keys(seed, f"{one.prompt.id}/{one.turn}", [one.index])
-        return self._body(ids, 1, one.left, int(key[0] >> np.uint64(16)), sampling)
+        key = stream_keys(seed, f"{stream.prompt.id}/{stream.turn}", [stream.index])
+        return self._body(ids, 1, stream.left, int(key[0] >> np.uint64(16)), sampling)
 
     def _answers(self, bodies: Mapping[str, Any], group_size: int) -> Iterator[Answer]:
         """The answers to requests, each of which is for a group."""
         if isinstance(self.servers, Colocated):
             yield from self.servers.answers(bodies)
             return
-        rows = sum(int(one["rows"]) for one in self.servers.facts)
+        rows = sum(int(facts["rows"]) for facts in self.servers.facts)
         each = -(-rows // group_size) // len(self.servers.facts) + 1  # one request more than fits keeps every row busy
         urls = [client.url for client in self.servers.clients for _ in range(each)]
         with self._pool(urls[: len(bodies)]) as pool:
@@ -398,7 +398,7 @@ class Choice:
             index=int(choice["index"]),
             tokens=[int(token) for token in choice["token_ids"]],
             logp=[float(entry["logprob"]) for entry in content],
-            candidates=[{int(one["token_id"]): float(one["logprob"]) for one in entry["top_logprobs"]} for entry in content],
+            candidates=[{int(top["token_id"]): float(top["logprob"]) for top in entry["top_logprobs"]} for entry in content],
             reason=str(choice["finish_reason"]),
             stop=choice["stop_reason"],
             versions=[(str(span["version"]), int(span["start"]), int(span["end"])) for span in choice["weight_versions"] or ()],

@@ -167,10 +167,10 @@ class OwnServer:
 
     def _keep_log(self) -> Path:
         """The log of a server that failed outlives the run."""
-        kept = Path(tempfile.gettempdir()) / f"{self.folder.name}.log"
-        if self.log.exists() and self.log != kept:
-            shutil.copyfile(self.log, kept)
-        return kept
+        copied = Path(tempfile.gettempdir()) / f"{self.folder.name}.log"
+        if self.log.exists() and self.log != copied:
+            shutil.copyfile(self.log, copied)
+        return copied
 
     def _first_error(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
