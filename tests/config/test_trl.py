@@ -261,7 +261,7 @@ def test_what_sft_counts_and_trains_depends_on_rows() -> None:
     [
         ("SFTConfig", "loss_type: dft", "loss_type", "missing"),
         ("SFTConfig", "loss_type: nll", "loss_type", "unneeded"),
-        ("SFTConfig", "dataset_text_field: text", "dataset_text_field", "missing"),
+        ("SFTConfig", "dataset_text_field: body", "dataset_text_field", "changed"),
         ("GRPOConfig", "env: {A: b}", "env", "missing"),
         ("GRPOConfig", "datasets: [{path: a}, {path: b}]", "datasets", "missing"),
         ("RewardConfig", "use_peft: true\nlora_modules_to_save: [score]", "lora_modules_to_save", "unneeded"),

@@ -51,6 +51,15 @@ def test_alpaca_rows_through_their_template():
     assert tokenizer.decode(one.completion) == "3<|end|>"
 
 
+def test_of_a_text_alone_every_token_but_the_first_is_learnt(tokenizer):
+    rows = [{"text": "12+3"}, {"text": "12+3<|end|>"}, {"text": " "}, {"text": "7"}]
+    built, report = demonstrations(tokenizer, rows, chat=True)
+    assert [texts(tokenizer, one) for one in built] == [("1", "2+3<|end|>"), ("1", "2+3<|end|>"), ("7", "<|end|>")]
+    assert report.dropped == {"empty": 1}
+    with pytest.raises(DataError, match="no column 'completion'"):
+        demonstrations(tokenizer, [{"prompt": "1", "text": "2"}])
+
+
 def test_earlier_assistant_turns_belong_to_the_prompt(tokenizer):
     turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
     rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]

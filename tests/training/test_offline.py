@@ -15,7 +15,7 @@ from groupwise.config.recipes import parse_stages
 from groupwise.data.encoding import Demonstration
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
-from groupwise.training.offline import SFT, validate, whole_text
+from groupwise.training.offline import SFT, validate
 
 ROWS = [
     Demonstration(id=str(i), prompt=np.array(prompt), completion=np.array(completion))
@@ -29,7 +29,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_are_trained(
     tiny_policy: Callable[..., Policy], train_on: str, budget: int
 ) -> None:
     policy = tiny_policy(dtype=torch.float64)
-    rows = ROWS if train_on == "completion" else [whole_text(row) for row in ROWS]
+    rows = ROWS if train_on == "completion" else [row.whole for row in ROWS]
     logps = []
     with plain_attention(policy.model), torch.no_grad():
         for row in ROWS:

@@ -73,3 +73,15 @@ def test_a_temporary_directory_that_is_not_there_is_passed_over_and_none_at_all_
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(StorageError, match=r"cannot write temporary files to .*missing: .*"):
         files.temporary_folder("kind")
+
+
+@pytest.mark.parametrize(("of_folder", "of_file"), [(0o755, 0o644), (0o750, 0o640), (0o700, 0o600)])
+def test_who_may_read_a_folder_may_read_its_files(tmp_path: Path, of_folder: int, of_file: int) -> None:
+    final = tmp_path / "final"
+    final.mkdir()
+    weights = final / "model.safetensors"
+    weights.write_bytes(b"")
+    weights.chmod(0o600)
+    final.chmod(of_folder)
+    files.sync_tree(final)
+    assert weights.stat().st_mode & 0o777 == of_file

@@ -59,6 +59,12 @@ class Demonstration:
     def __len__(self) -> int:
         return self.prompt.size + self.completion.size
 
+    @property
+    def whole(self) -> Demonstration:
+        """The same text with every token but the first to be learnt, the prompt's too."""
+        text = np.concatenate([self.prompt, self.completion])
+        return replace(self, prompt=text[:1], completion=text[1:])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pair:
@@ -122,6 +128,15 @@ def read_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
     return as_pairs(rows, wording).mapped(partial(read_pair, wording=wording))
 
 
+def demonstration(id: str, question: Question, answer: EncodedAnswer) -> Demonstration:
+    """Of a question and its answer; of a text alone, which may bring its EOS, all tokens are learnt."""
+    if not question.example.text_alone:
+        return Demonstration(id=id, prompt=question.tokens, completion=answer.tokens)
+    text = question.tokens
+    ended = text.size > 1 and text[-1] == answer.tokens[-1]
+    return Demonstration(id=id, prompt=text[:-1] if ended else text, completion=answer.tokens).whole
+
+
 PROMPTS = RecordKind(
     name="prompt",
     read=lambda rows, wording: rows.mapped(wording.read),
@@ -138,7 +153,7 @@ PROMPTS = RecordKind(
 DEMONSTRATIONS = RecordKind(
     name="demonstration",
     read=lambda rows, wording: rows.mapped(partial(read_demonstration, wording=wording)),
-    make=lambda id, question, answer: Demonstration(id=id, prompt=question.tokens, completion=answer.tokens),
+    make=demonstration,
 )
 PAIRS = RecordKind(
     name="pair",
@@ -229,7 +244,7 @@ def _questions_of(rows: SourceRows[ReadRow], template: Template, report: Report)
     for number, example in enumerate(rows):
         if is_blank(example.content):
             report.drop("empty")
-        elif any(map(is_blank, example.answers)):
+        elif not example.text_alone and any(map(is_blank, example.answers)):
             report.drop("with an empty completion")
         else:
             filled.append((number, example))

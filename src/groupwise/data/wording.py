@@ -66,6 +66,8 @@ class ReadRow:
     """Remarks about the row, for the report."""
     extra: Any = None
     """What its kind alone has: a pair its margin, a solution the labels of its steps."""
+    text_alone: bool = False
+    """True of a demonstration that is one text, all of which is learnt: it is what the row asks, and the answer is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +191,12 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
 
     The answer stands in `completion`, in `messages` whose last turn is the assistant's, or in Alpaca's `output`.  Turns before the
     last one are part of the prompt; where `wording.format` writes it as messages, those of the system stand before it.
+    A row without these, and without a prompt, may have a `text`.
     Raises DataError if the row has no answer, or asks nothing readable.
     """
     column = first_of(row, ANSWERED_IN)
+    if column is None and _is_text_alone(row, wording):
+        return ReadRow(row, where, wording.opened(row["text"]), ("",), text_alone=True)
     if column is None:
         raise DataError(missing_column("completion", row, where))
     variables = variables_in(row, where)
@@ -216,6 +221,10 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
     return ReadRow(row, where, content, (answer,), variables, notes=notes)
 
 
+def _is_text_alone(row: Row, wording: Wording) -> bool:
+    return wording.format is None and wording.column_of(row) is None and isinstance(row.get("text"), str)
+
+
 def _behind_turns(wording: Wording, row: Row, before: Messages, answer: Messages, column: str, where: str) -> Content:
     """The prompt of a row whose answer stands behind turns that may repeat the prompt or go on from it."""
     prompt = wording.own_content(row, where)
@@ -230,7 +239,8 @@ def _behind_turns(wording: Wording, row: Row, before: Messages, answer: Messages
 
 def read_answered_or_not(row: Row, where: str, wording: Wording) -> ReadRow:
     """A row as a demonstration; one without an answer as a prompt."""
-    return wording.read(row, where) if first_of(row, ANSWERED_IN) is None else read_demonstration(row, where, wording)
+    answered = first_of(row, ANSWERED_IN) is not None or _is_text_alone(row, wording)
+    return read_demonstration(row, where, wording) if answered else wording.read(row, where)
 
 
 def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:

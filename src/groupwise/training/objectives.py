@@ -20,7 +20,7 @@ from groupwise.models.lora import adapt
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, make_scorer
 from groupwise.training.baselines import simple_rules
-from groupwise.training.offline import SFT, Objective, whole_text
+from groupwise.training.offline import SFT, Objective
 from groupwise.training.preferences import PROCESS, anchored, dpo_objective, reward_objective, with_replay
 from groupwise.utils.statistics import Estimate
 
@@ -68,7 +68,9 @@ def _records(kind: RecordKind[Any], recipe: Recipe, blueprint: Blueprint, tools:
 def _demonstrations(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
     rows = _records(DEMONSTRATIONS, recipe, blueprint, tools)
     if recipe.data.train_on == "all":
-        return replace(rows, **{part: tuple(map(whole_text, getattr(rows, part))) for part in ("train", "held_out", "validation")})
+        return replace(
+            rows, **{part: tuple(row.whole for row in getattr(rows, part)) for part in ("train", "held_out", "validation")}
+        )
     return rows
 
 

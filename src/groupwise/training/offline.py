@@ -114,12 +114,6 @@ def train_offline(
         yield Step(number=number, metrics=metrics, timings=clock.seconds | comm.waiting())
 
 
-def whole_text(row: Demonstration) -> Demonstration:
-    """The same text with every token but the first to be learnt, the prompt's too (`data.train_on: all`)."""
-    text = np.concatenate([row.prompt, row.completion])
-    return replace(row, prompt=text[:1], completion=text[1:])
-
-
 def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
     """Demonstrations as samples: every completion token of the step weighs the same (`token_mean`), EOS included."""
     tokens_R = np.array([row.completion.size for row in rows], dtype=np.int64)

@@ -69,8 +69,11 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring a folder and everything in it to the disk."""
+    """Bring a folder and everything in it to the disk.  Who may read the folder may read its files: safetensors writes them for
+    their owner alone."""
+    readable = folder.stat().st_mode & 0o444
     for path in [folder, *folder.rglob("*")]:
+        path.chmod(path.stat().st_mode | readable)
         sync(path)
 
 
