@@ -7,7 +7,7 @@ An objective says how rows become samples, what the loss of a packed batch is, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
