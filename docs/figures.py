@@ -10,17 +10,22 @@ Needs playwright and a Chromium (`pip install -e '.[test]'`).
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.server import Viewer
 from groupwise.viewer.sources import open_sources
 
 IMAGES = Path(__file__).parent / "images"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "real_model.json"
+STUDENT = 4.303
+"""Quantile of Student's distribution for a 95 % interval of three."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 340, 52, 150, 16, 44
 BLUE, ORANGE, GREY, INK = "#2557c7", "#b45309", "#9aa5b1", "#1f2933"
 
@@ -35,13 +40,50 @@ def points(lines: Sequence[dict[str, Any]], metric: str) -> list[tuple[float, fl
     return [(line["step"], line[metric], line.get(f"{metric}/half_width") or 0.0) for line in lines if metric in line]
 
 
+class Curve(NamedTuple):
+    """A line of a chart."""
+
+    label: str
+    colour: str
+    points: Sequence[tuple[float, float, float]]
+    """(x, y from 0 to 1, half of its 95 % interval); without any interval it is a thin line."""
+
+
 def reward_curve(run: Path) -> str:
-    """An SVG: the training reward of every step, and held-out accuracy with its 95 % interval."""
+    """The training reward of every step, and held-out accuracy with its 95 % interval."""
     lines = lines_of(run)
     last = max(line["step"] for line in lines)
+    curves = [
+        Curve("training reward", GREY, points(lines, "reward")),
+        Curve("held out, sampled", BLUE, points(lines, "eval/sampled")),
+        Curve("held out, greedy", ORANGE, points(lines, "eval/greedy")),
+    ]
+    title = "Reward in training and held-out accuracy while SmolLM2 learns sums"
+    return chart(title, "GRPO step", curves, range(0, last + 1, 20 if last > 80 else 10))
 
-    def x(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / last
+
+def learning_curve() -> str:
+    """Held-out accuracy by processor minutes, TRL beside Groupwise (`benchmarks/learning.py`): means over seeds, 95 % intervals."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    curves = []
+    for side, label, colour in (("groupwise", "Groupwise", BLUE), ("trl", "TRL 1.16", ORANGE)):
+        seeds = [result["curve"] for name, result in results.items() if name.startswith(f"learning/{side}/")]
+        row = []
+        for point in zip(*seeds, strict=True):
+            accuracy = [seed["sampled"] for seed in point]
+            half = STUDENT * statistics.stdev(accuracy) / math.sqrt(len(accuracy))
+            row.append((statistics.mean(seed["seconds"] for seed in point) / 60, statistics.mean(accuracy), half))
+        curves.append(Curve(label, colour, row))
+    title = "Held-out accuracy of SmolLM2 on sums by processor time, TRL and Groupwise"
+    return chart(title, "processor minutes in 30 steps of training", curves, range(0, 36, 5))
+
+
+def chart(title: str, along: str, curves: Sequence[Curve], ticks: range) -> str:
+    """An SVG of curves between 0 and 1.   along: what the x axis counts."""
+    last = max(a for curve in curves for a, _, _ in curve.points)
+
+    def x(at: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * at / last
 
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1.0 - value)
@@ -52,28 +94,27 @@ def reward_curve(run: Path) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, sans-serif"'
         f' font-size="13" fill="{INK}">',
-        "<title>Reward in training and held-out accuracy while SmolLM2 learns sums</title>",
+        f"<title>{title}</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
     for value in (0.0, 0.25, 0.5, 0.75, 1.0):
         parts.append(f'<path d="M{LEFT} {y(value):.1f} H{WIDTH - RIGHT}" stroke="#e4e7eb"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for step in range(0, last + 1, 20 if last > 80 else 10):
-        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{step}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">GRPO step</text>')
-    training = [(a, b) for a, b, _ in points(lines, "reward")]
-    parts.append(f'<path d="{path(training)}" fill="none" stroke="{GREY}" stroke-width="1"/>')
-    labels = [(training[-1][1], GREY, "training reward")]
-    for metric, colour, label in (("eval/sampled", BLUE, "held out, sampled"), ("eval/greedy", ORANGE, "held out, greedy")):
-        row = points(lines, metric)
+    for at in ticks:
+        parts.append(f'<text x="{x(at):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{at}</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{along}</text>')
+    for _, colour, row in curves:
+        line = path([(a, b) for a, b, _ in row])
+        if not any(half for _, _, half in row):
+            parts.append(f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="1"/>')
+            continue
         band = [(a, min(b + half, 1.0)) for a, b, half in row] + [(a, max(b - half, 0.0)) for a, b, half in reversed(row)]
         parts.append(f'<path d="{path(band)} Z" fill="{colour}" fill-opacity="0.15"/>')
-        parts.append(f'<path d="{path([(a, b) for a, b, _ in row])}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3" fill="{colour}"/>' for a, b, _ in row]
-        labels.append((row[-1][1], colour, label))
-    for place, (_, colour, label) in enumerate(sorted(labels, key=lambda one: -one[0])):
-        colour = "#616e7c" if colour == GREY else colour
-        parts.append(f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 12 + 20 * place}" fill="{colour}">{label}</text>')
+    for place, curve in enumerate(sorted(curves, key=lambda curve: -curve.points[-1][1])):
+        colour = "#616e7c" if curve.colour == GREY else curve.colour
+        parts.append(f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 12 + 20 * place}" fill="{colour}">{curve.label}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -101,6 +142,7 @@ def photographs(shots: Sequence[tuple[str, Path, str, int]]) -> None:
 def main(real: Path, hacked: Path | None) -> None:
     """Write the pictures of these runs."""
     (IMAGES / "reward-curve.svg").write_text(reward_curve(real), encoding="utf-8")
+    (IMAGES / "learning.svg").write_text(learning_curve(), encoding="utf-8")
     photographs([("viewer.png", real, "#step=12&by=push", 860), ("viewer-curves.png", real, "#view=curves", 860)])
     if hacked is not None:
         photographs(
