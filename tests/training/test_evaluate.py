@@ -86,6 +86,14 @@ def test_a_reward_that_happens_to_be_1_everywhere_has_no_interval_of_a_share(eva
     assert found.sampled.half == found.by_function["b"].half > 0.0
 
 
+@pytest.mark.parametrize("value", [-1.0, 2.0])
+def test_a_verdict_may_be_another_number_everywhere(evaluated: Callable[..., Evaluation], value: float) -> None:
+    found = evaluated("a", lambda rollout: value)
+    assert (found.sampled.mean, found.by_function["a"].mean) == (float(value >= 1), value)
+    assert found.sampled.half > 0.0
+    assert math.isnan(found.by_function["a"].half)
+
+
 def test_the_verdict_need_not_be_the_first_reward(evaluated: Callable[..., Evaluation]) -> None:
     found = evaluated("b", lambda rollout: 0.0, lambda rollout: 1.0)
     assert (found.greedy.mean, found.by_function["a"].mean) == (1.0, 0.0)

@@ -47,6 +47,6 @@ def mean(values: Sequence[float], *, shares: bool = False) -> Estimate:
     if numbers.size == 0:
         return Estimate(math.nan, math.nan)
     if (numbers == numbers[0]).all():
-        certain = not shares or 0.0 < numbers[0] < 1.0
-        return Estimate(float(numbers[0]), math.nan) if certain else proportion(float(numbers.sum()), numbers.size)
+        extreme = shares and numbers[0] in (0.0, 1.0)  # a verdict may be another number too
+        return proportion(float(numbers.sum()), numbers.size) if extreme else Estimate(float(numbers[0]), math.nan)
     return Estimate(float(numbers.mean()), 1.959964 * float(numbers.std(ddof=1)) / math.sqrt(numbers.size))
