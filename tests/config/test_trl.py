@@ -283,14 +283,24 @@ def test_what_becomes_of_a_value(kind: str, text: str, name: str, fate: str) -> 
         ("accelerate_config: zero2\nnum_processes: 2", 2, "zero2"),
         ("accelerate_config: mine.yaml", 3, "zero3"),
         ("config_file: mine.yaml", 3, "zero3"),
+        ("accelerate_config: single_gpu", 1, "auto"),
+        ("config_file: alone.yaml", 1, "auto"),  # accelerate starts one process where nothing is distributed
     ],
 )
 def test_a_launchers_processes_multiply_batches(text: str, prompts: int, parallel: str | None) -> None:
     Path("mine.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 3\n")
+    Path("alone.yaml").write_text("distributed_type: 'NO'\nnum_processes: 8\n")
     keys = read(f"num_generations: 8\nmax_steps: 3\n{text}\n").keys
     assert (keys["group.prompts_per_step"], keys.get("parallel")) == (prompts, parallel)
     options = " ".join(f"--{one.replace(':', '')}" for one in text.splitlines())
     assert read(f"trl grpo --max_steps 3 {options}\n", "a.sh").keys["group.prompts_per_step"] == prompts
+
+
+@pytest.mark.parametrize(
+    "launcher", ["accelerate launch --num_processes 4", "torchrun --nproc-per-node=4", "deepspeed --num_gpus 4"]
+)
+def test_the_processes_of_every_launcher_multiply_batches(launcher: str) -> None:
+    assert read(f"{launcher} grpo.py --num_generations 8 --max_steps 3\n", "a.sh").keys["group.prompts_per_step"] == 4
 
 
 def test_a_file_that_tells_no_class_wants_one() -> None:
@@ -425,6 +435,11 @@ def test_a_punishment_that_trl_makes_is_built_in(arguments: str, made: dict[str,
     functions = f"reward_funcs=[accuracy_reward, get_soft_overlong_punishment({arguments})], train_dataset=load_dataset('d/d')"
     rewards = read(script(head, functions), "c.py").keys.get("rewards")
     assert rewards == [{"function": "accuracy"}, {"function": "soft_overlong", "args": made}]
+    head, functions = (
+        f"{head}\npunish = get_soft_overlong_punishment({arguments})",
+        "reward_funcs=punish, train_dataset=load_dataset('d/d')",
+    )
+    assert read(script(head, functions), "c.py").keys.get("rewards") == rewards[1:]
 
 
 def test_rows_that_a_script_splits_are_split_here() -> None:
@@ -451,8 +466,8 @@ def test_rewards_of_one_name_are_told_apart() -> None:
 
 
 def test_a_reward_without_a_name_loses_none_of_the_others() -> None:
-    head = "import makers\ndef plain(completions): return [0.0]"
-    trainer = "reward_funcs=[plain, makers.longest(8), 'm/judge'], train_dataset=load_dataset('d/d')"
+    head = "import makers\ndef plain(completions): return [0.0]\nlong = makers.longest(8)"
+    trainer = "reward_funcs=[plain, long, 'm/judge'], train_dataset=load_dataset('d/d')"
     imported = read(script(head, trainer), "c.py")
     assert rewards_of(imported) == ["c.py:plain", "rewards.py:number_2", "model"]
     assert any("write `number_2 = makers.longest(8)` into rewards.py" in said for said in imported.needed)

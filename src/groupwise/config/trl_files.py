@@ -30,10 +30,10 @@ COMMANDS = {objective: kind for kind, objective in KINDS.items()}
 """Subcommands of `trl`, and what its scripts are called by, with the class of each."""
 SHELL = re.compile(r"[|&;]+|\d*>.*|<.*")
 """What ends the arguments of a command: pipes, redirections, the next command."""
-LAUNCHER = ("config_file", "num_processes")
-"""Options of accelerate's before the script that matter."""
-BUNDLED = ("fsdp1", "fsdp2", "multi_gpu", "single_gpu", "zero1", "zero2", "zero3")
-"""Configurations of accelerate's that come with TRL, for `--accelerate_config`; each of them starts 8 processes."""
+LAUNCHER = dict.fromkeys(("num_processes", "nproc_per_node", "num_gpus"), "num_processes") | {"config_file": "config_file"}
+"""Options of accelerate, torchrun and deepspeed before the script that matter, by accelerate's names."""
+BUNDLED = {"single_gpu": 1} | dict.fromkeys(("fsdp1", "fsdp2", "multi_gpu", "zero1", "zero2", "zero3"), 8)
+"""Configurations of accelerate's that come with TRL, for `--accelerate_config`: how many processes each starts."""
 
 
 def read_configuration(file: Path, kind: str | None, devices: int) -> Configuration:
@@ -58,7 +58,8 @@ def _processes(arguments: Mapping[str, Any], file: Path) -> int | None:
     processes, named = arguments.get("num_processes"), arguments.get("accelerate_config") or arguments.get("config_file")
     if processes is None and isinstance(named, str):
         there = next((path for path in (file.parent / named, Path(named)) if path.is_file()), None)
-        processes = mapping_of(there).get("num_processes") if there is not None else 8 if named in BUNDLED else None
+        launcher = {"num_processes": BUNDLED.get(named)} if there is None else mapping_of(there)
+        processes = 1 if launcher.get("distributed_type") in ("NO", False) else launcher.get("num_processes")
     return processes if isinstance(processes, int) and processes > 0 else None
 
 
@@ -100,7 +101,7 @@ def _read_command(file: Path, text: str, kind: str | None, devices: int) -> Conf
         if known is None:
             raise ConfigError(f"{file}: no such file {str(config)!r}, which --config names")
         arguments = mapping_of(known) | arguments
-    arguments = {name: value for name, value in _options(words[:place]).items() if name in LAUNCHER} | arguments
+    arguments = {LAUNCHER[name]: value for name, value in _options(words[:place]).items() if name in LAUNCHER} | arguments
     unread = {name: value for name, value in arguments.items() if "$" in str(value)}
     program = re.split(r"[^a-z]+", Path(words[place]).stem)
     return Configuration(

@@ -313,7 +313,7 @@ class Script:
         One without a name beside others keeps its place, which its weight may go with.
         """
         node = self.followed(node)
-        elements = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+        elements = [self.followed(element) for element in (node.elts if isinstance(node, ast.List | ast.Tuple) else [node])]
         things: list[str | RewardEntry | None] = []
         for element in elements:
             value = self.value(element)
