@@ -6,11 +6,11 @@ from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.data.wording import UNSAID
-from groupwise.errors import DataError
+from groupwise.errors import ConfigError, DataError
 
 
-def demonstrations(tokenizer, rows, context=200, chat=False, template=None, **options):
-    wording = Template(tokenizer=tokenizer, chat=chat, format=template)
+def demonstrations(tokenizer, rows, context=200, chat=False, template=None, system=None, **options):
+    wording = Template(tokenizer=tokenizer, chat=chat, format=template, system=system)
     return encode_demonstrations(
         SourceRows("f.jsonl", rows), wording, context=context, eos_ids=(tokenizer.eos_token_id,), **options
     )
@@ -58,6 +58,8 @@ def test_of_a_text_alone_every_token_but_the_first_is_learnt(tokenizer):
     assert report.dropped == {"empty": 1}
     with pytest.raises(DataError, match="no column 'completion'"):
         demonstrations(tokenizer, [{"prompt": "1", "text": "2"}])
+    with pytest.raises(ConfigError, match=r"leave data\.system out"):
+        demonstrations(tokenizer, [{"text": "2"}], chat=True, system="1")
 
 
 def test_earlier_assistant_turns_belong_to_the_prompt(tokenizer):

@@ -20,6 +20,7 @@ from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import LiveReward, Rewards, build_rewards
+from groupwise.rewards.functions import handled
 
 FILES = itertools.count()
 """Names of modules: each is imported once in this process."""
@@ -383,6 +384,13 @@ def test_the_text_that_broke_a_function_is_shown(one, group, code):
     with pytest.raises(RewardError, match=said) as caught:
         one(code).score([group("5", id="0/1", text="2+3="), group("6", "six\x1b", "7", id="0/2", text="3+3=")])
     assert "0/2#0" not in str(caught.value)
+
+
+def test_completions_of_one_message_each_are_told_apart():
+    completions = [[{"role": "assistant", "content": text}] for text in ("5", "six", "7")]
+    with pytest.raises(ValueError, match="six") as caught:
+        [float(turns[0]["content"]) for turns in completions]
+    assert handled(caught.value, [completions]) == 1
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,9 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
     """
     column = first_of(row, ANSWERED_IN)
     if column is None and _is_text_alone(row, wording):
-        return ReadRow(row, where, wording.opened(row["text"]), ("",), text_alone=True)
+        if wording.system is not None:
+            raise ConfigError(f"{where} is a text alone, which has no messages: leave data.system out, or write it into the text")
+        return ReadRow(row, where, row["text"], ("",), text_alone=True)
     if column is None:
         raise DataError(missing_column("completion", row, where))
     variables = variables_in(row, where)

@@ -80,16 +80,14 @@ def handled(error: BaseException, columns: Sequence[Sequence[Any]]) -> int | Non
 
     columns: objects that belong to the completions, an entry each.
     """
-    unique = (str, list, dict)  # Python has one object for all equal small numbers, and for equal texts of one character
+
+    def unique(one: object) -> bool:  # Python has one object for all equal small numbers, and for equal texts of one character
+        return isinstance(one, list | dict) or (isinstance(one, str) and len(one) > 1)
+
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         variables = {id(value) for value in frame.f_locals.values()}
-        places = {
-            n
-            for column in columns
-            for n, one in enumerate(column)
-            if isinstance(one, unique) and len(one) > 1 and id(one) in variables
-        }
+        places = {n for column in columns for n, one in enumerate(column) if unique(one) and id(one) in variables}
         if places:
             return places.pop() if len(places) == 1 else None
     return None
