@@ -56,6 +56,7 @@ def test_of_a_text_alone_every_token_but_the_first_is_learnt(tokenizer):
     built, report = demonstrations(tokenizer, rows, chat=True)
     assert [texts(tokenizer, one) for one in built] == [("1", "2+3<|end|>"), ("1", "2+3<|end|>"), ("7", "<|end|>")]
     assert report.dropped == {"empty": 1}
+    assert report.lengths == [5, 5, 2]
     with pytest.raises(DataError, match="no column 'completion'"):
         demonstrations(tokenizer, [{"prompt": "1", "text": "2"}])
     with pytest.raises(ConfigError, match=r"leave data\.system out"):

@@ -129,12 +129,9 @@ def read_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
 
 
 def demonstration(id: str, question: Question, answer: EncodedAnswer) -> Demonstration:
-    """Of a question and its answer; of a text alone, which may bring its EOS, all tokens are learnt."""
-    if not question.example.text_alone:
-        return Demonstration(id=id, prompt=question.tokens, completion=answer.tokens)
-    text = question.tokens
-    ended = text.size > 1 and text[-1] == answer.tokens[-1]
-    return Demonstration(id=id, prompt=text[:-1] if ended else text, completion=answer.tokens).whole
+    """Of a question and its answer; of a text alone all tokens are learnt."""
+    made = Demonstration(id=id, prompt=question.tokens, completion=answer.tokens)
+    return made.whole if question.example.text_alone else made
 
 
 PROMPTS = RecordKind(
@@ -204,6 +201,8 @@ def encode(
         if any(one.unknown for one in completions):
             report.drop(UNKNOWN)
             continue
+        if question.example.text_alone:
+            question = _unended(question, completions[0].tokens[-1])
         sizes = [one.tokens.size for one in completions]
         if (size := question.tokens.size + max(sizes, default=0)) > limit:
             cut = _cut(question, size, limit, too_long, report, template)
@@ -311,6 +310,12 @@ def _tell_control(questions: Sequence[Question], template: Template, report: Rep
         return
     for question in questions:
         report.note(f"{CONTROL}, encoded as text", first=question.where)
+
+
+def _unended(question: Question, eos_id: int) -> Question:
+    """A text without the EOS that it brings: its answer is one."""
+    brings = question.tokens.size > 1 and question.tokens[-1] == eos_id
+    return replace(question, tokens=question.tokens[:-1]) if brings else question
 
 
 def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:
