@@ -85,3 +85,10 @@ def test_who_may_read_a_folder_may_read_its_files(tmp_path: Path, of_folder: int
     final.chmod(of_folder)
     files.sync_tree(final)
     assert weights.stat().st_mode & 0o777 == of_file
+
+
+def test_a_folder_whose_modes_cannot_be_set_is_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").chmod(0o644)
+    monkeypatch.setattr(Path, "chmod", lambda *_: pytest.fail("the mode needs no change"))
+    files.sync_tree(tmp_path)

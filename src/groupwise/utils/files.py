@@ -73,7 +73,9 @@ def sync_tree(folder: Path) -> None:
     their owner alone."""
     readable = folder.stat().st_mode & 0o444
     for path in [folder, *folder.rglob("*")]:
-        path.chmod(path.stat().st_mode | readable)
+        mode = path.stat().st_mode
+        if readable & ~mode:  # a mounted folder of which modes cannot be set has one for all its files
+            path.chmod(mode | readable)
         sync(path)
 
 
