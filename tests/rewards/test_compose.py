@@ -393,6 +393,12 @@ def test_completions_of_one_message_each_are_told_apart():
     assert handled(caught.value, [completions]) == 1
 
 
+def test_a_completion_that_variables_tell_is_probable(one, group):
+    code = "def f(completions):\n    for text in completions: pass\n    return 1 / 0"
+    with pytest.raises(RewardError, match=r"; probably on 0/1#1, completion 'six'"):
+        one(code).score([group("five", "six", id="0/1")])
+
+
 @pytest.mark.parametrize(
     "code", ["def f(completions): return 1 / 0", "def f(completions):\n    a, b = completions\n    return 1 / 0"]
 )

@@ -60,12 +60,12 @@ Texts = tuple[str, str]
 """The end of a prompt and the beginning of a completion."""
 
 
-def failure(reward: Reward, labels: Sequence[str], happened: str, texts: Texts | None = None) -> RewardError:
+def failure(reward: Reward, labels: Sequence[str], happened: str, texts: Texts | None = None, on: str = "on") -> RewardError:
     r"""The error of a call that did not end with a value.   happened: what a function did.   texts: of the one completion.
 
     It may quote a completion: control characters are shown as escapes.
     """
-    return _resumable(reward, f"the reward function {reward.name!r} {happened}; on {described(labels)}", texts)
+    return _resumable(reward, f"the reward function {reward.name!r} {happened}; {on} {described(labels)}", texts)
 
 
 def raised(reward: Reward, labels: Sequence[str], words: Mapping[str, str], texts: Texts | None = None) -> RewardError:
@@ -73,7 +73,8 @@ def raised(reward: Reward, labels: Sequence[str], words: Mapping[str, str], text
     if words["kind"] == "RewardError":
         return _resumable(reward, words["error"], texts)
     where = f" ({words['where']})" if words["where"] else ""
-    return failure(reward, labels, f"raised {words['kind']}: {words['error']}{where}", texts)
+    on = "on" if texts is None or reward.signature.single else "probably on"  # by variables, which outlive their loop
+    return failure(reward, labels, f"raised {words['kind']}: {words['error']}{where}", texts, on)
 
 
 def _resumable(reward: Reward, message: str, texts: Texts | None) -> RewardError:
