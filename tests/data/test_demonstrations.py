@@ -52,7 +52,7 @@ def test_alpaca_rows_through_their_template():
 
 
 def test_of_a_text_alone_every_token_but_the_first_is_learnt(tokenizer):
-    rows = [{"text": "12+3"}, {"text": "12+3<|end|>"}, {"text": " "}, {"text": "7"}]
+    rows = [{"text": "12+3"}, {"text": "12+3<|end|>"}, {"text": " "}, {"text": "7", "prompt": None, "messages": None}]
     built, report = demonstrations(tokenizer, rows, chat=True)
     assert [texts(tokenizer, one) for one in built] == [("1", "2+3<|end|>"), ("1", "2+3<|end|>"), ("7", "<|end|>")]
     assert report.dropped == {"empty": 1}

@@ -194,11 +194,11 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
     A row without these, and without a prompt, may have a `text`.
     Raises DataError if the row has no answer, or asks nothing readable.
     """
-    column = first_of(row, ANSWERED_IN)
-    if column is None and _is_text_alone(row, wording):
+    if _is_text_alone(row, wording):
         if wording.system is not None:
             raise ConfigError(f"{where} is a text alone, which has no messages: leave data.system out, or write it into the text")
         return ReadRow(row, where, row["text"], ("",), text_alone=True)
+    column = first_of(row, ANSWERED_IN)
     if column is None:
         raise DataError(missing_column("completion", row, where))
     variables = variables_in(row, where)
@@ -224,7 +224,10 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
 
 
 def _is_text_alone(row: Row, wording: Wording) -> bool:
-    return wording.format is None and wording.column_of(row) is None and isinstance(row.get("text"), str)
+    """True if the other columns that are read are not there, or null, as in files of several kinds of rows."""
+    others = (first_of(row, ANSWERED_IN), wording.column_of(row))
+    unfilled = all(column is None or row[column] is None for column in others)
+    return wording.format is None and unfilled and isinstance(row.get("text"), str)
 
 
 def _behind_turns(wording: Wording, row: Row, before: Messages, answer: Messages, column: str, where: str) -> Content:
