@@ -447,6 +447,11 @@ def test_rows_that_a_script_splits_are_split_here() -> None:
     imported = read(script(head, "reward_funcs=f, train_dataset=rows['train'], eval_dataset=rows['test']"), "c.py")
     assert (imported.keys["data.path"], imported.keys["data.eval_fraction"]) == ("d/d", 0.1)
     assert "data.eval_path" not in imported.keys and not imported.by_fate().get("not read")
+    other = "reward_funcs=f, train_dataset=rows['train'], eval_dataset=other['test']"
+    imported = read(script(f"{head}\nother = load_dataset('e/e')", other), "c.py")
+    assert (imported.keys["data.path"], imported.keys["data.eval_path"]) == ("d/d", "e/e")
+    assert {line.name: line.fate for line in imported.lines}["test_split_size"] == "missing"
+    assert "data.eval_fraction" not in imported.keys
     for trained, held in (("rows['test']", "rows['train']"), ("counted['train']", "counted['test']")):
         more = f"{head}\ncounted = load_dataset('d/d').train_test_split(test_size=100)"
         imported = read(script(more, f"reward_funcs=f, train_dataset={trained}, eval_dataset={held}"), "c.py")

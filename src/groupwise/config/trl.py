@@ -221,8 +221,10 @@ def _data(trl: Configuration) -> None:
         if split != "train":
             trl.write("data.split", split, "dataset_train_split", "datasets")
     if isinstance(share := arguments.get("test_split_size"), float) and 0 < share < 1:
-        trl.write("data.eval_fraction", share, "test_split_size", says="by a hash of the prompt, not at random")
-        return
+        if arguments.get("eval_dataset") is None:
+            trl.write("data.eval_fraction", share, "test_split_size", says="by a hash of the prompt, not at random")
+            return
+        trl.note("test_split_size", "missing", "beside data.eval_path nothing is held out: these rows are trained too")
     if trl.file is None or trl.file.suffix == ".py":  # rows are handed over
         held = arguments.get("eval_dataset")
     else:  # TRL's command takes another split of the same data set
