@@ -100,7 +100,7 @@ def chart(title: str, along: str, curves: Sequence[Curve], ticks: range) -> str:
     for value in (0.0, 0.25, 0.5, 0.75, 1.0):
         parts.append(f'<path d="M{LEFT} {y(value):.1f} H{WIDTH - RIGHT}" stroke="#e4e7eb"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for at in ticks:
+    for at in (tick for tick in ticks if tick <= last):
         parts.append(f'<text x="{x(at):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{at}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{along}</text>')
     for _, colour, row in curves:

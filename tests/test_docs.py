@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import shlex
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -387,6 +388,12 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     for group, key, what in (("cpu_ratios", "step", "less processor time"), ("ratios", "memory", "less memory")):
         ratios = [one[group][key] for one in measured]
         assert f"{min(ratios):.1f} to {max(ratios):.1f} times {what}" in said
+    learnt = json.loads((ROOT / "benchmarks/real_model.json").read_text())
+    seconds = {
+        side: statistics.mean(one["curve"][-1]["seconds"] for name, one in learnt.items() if name.startswith(f"learning/{side}/"))
+        for side in ("trl", "groupwise")
+    }
+    assert f"to the same accuracy in {seconds['trl'] / seconds['groupwise']:.1f} times less processor time" in said
 
 
 def test_the_glossary_has_every_word_that_names_are_made_of() -> None:
