@@ -42,6 +42,7 @@ from filelock import FileLock
 
 import groupwise as gw
 from groupwise.data.tasks import chat
+from groupwise.errors import RewardError
 
 Device = Literal["cpu", "cuda"]
 ROOT = Path(__file__).parents[1]
@@ -271,7 +272,7 @@ def table(results: dict[str, Any], corner: str, rows: dict[str, dict[str, tuple[
         texts, most = [], 0
         for column in columns:
             group, key = cells.get(column, ("", ""))
-            found = [result for name, result in results.items() if name.rpartition("/")[0] == group]
+            found = [result for name, result in results.items() if name.rpartition("/")[0] == group and key in result]
             texts.append(interval([one[key] for one in found]) if found else "")
             most = max(most, len(found))
             for one in found:
@@ -323,6 +324,8 @@ def run(names: Sequence[str], device: Device, workers: int) -> int:
             name = futures[future]
             try:
                 result = future.result()
+            except RewardError as error:  # nothing is left to learn from
+                result = {"ended": str(error)}
             except Exception:
                 failed = 1
                 print(f"{name} failed", flush=True)

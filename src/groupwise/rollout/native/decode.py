@@ -27,8 +27,9 @@ from groupwise.rollout.sampling import RowSupport, draw
 
 DEVICES = ("cuda",)
 """Devices that repeat recorded operations."""
-MANY = 8
-"""Above so many rows sizes are its multiples; below, powers of two."""
+MANY = 64
+"""Above so many rows sizes are its multiples; below, powers of two.  Rows that nobody reads cost less than another record: the
+weights are read once for all rows."""
 
 
 def recorded(step: Callable[[], None], beside: Any = None) -> Any:
@@ -43,8 +44,8 @@ def recorded(step: Callable[[], None], beside: Any = None) -> Any:
 def filled(count: int, most: int) -> int:
     """The size that so many rows are filled up to, at most `most`.
 
-    >>> [filled(count, 30) for count in (1, 3, 8, 9, 25)]
-    [1, 4, 8, 16, 30]
+    >>> [filled(count, 150) for count in (1, 3, 9, 64, 65, 130)]
+    [1, 4, 16, 64, 128, 150]
     """
     size = -(-count // MANY) * MANY if count > MANY else 1 << (count - 1).bit_length()
     return min(size, most)
