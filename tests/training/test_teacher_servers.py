@@ -112,7 +112,9 @@ def test_servers_say_what_the_checkpoint_says(tiny_policy: Callable, serve: Call
     for options in ({}, {"hint": hint}):
         remote = Teacher(policy=policy, servers=greeted(policy, one, two), **options).with_hints(groups)
         here = Teacher(policy=other, **options).with_hints(groups)
-        found, expected = (add_signals(groups, ALGORITHMS["distill"], teacher=teacher, budget=200) for teacher in (remote, here))
+        found, expected = (
+            add_signals(groups, ALGORITHMS["distill_sampled"], teacher=teacher, budget=200) for teacher in (remote, here)
+        )
         for ours, theirs in zip(found, expected, strict=True):
             for a, b in zip(ours.signals["teacher_logp"], theirs.signals["teacher_logp"], strict=True):
                 np.testing.assert_allclose(a, b, atol=1e-5)

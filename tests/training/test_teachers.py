@@ -18,6 +18,7 @@ from steps import improve
 
 from groupwise.algorithms import advantages
 from groupwise.algorithms.resolve import resolve
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.encoding import Demonstration
@@ -191,7 +192,7 @@ def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list
         log_p = log_probs(other, np.concatenate([hints[sample.group], sample.prompt]), sample).detach()
         expected = expected + (torch.from_numpy(sample.weight) * (log_q.exp() * (log_q - log_p)).sum(-1)).sum()
     assert_same(policy, whole_loss(policy, algorithm, samples, teacher), expected)
-    (first, *_) = add_signals(groups, algorithm, teacher=teacher, budget=100)
+    (first, *_) = add_signals(groups, ALGORITHMS["distill_sampled"], teacher=teacher, budget=100)
     own = sample_of(groups[0].rollouts[2])
     by_hand = log_probs(other, np.concatenate([hints["0/0"], own.prompt]), own).detach().numpy()
     np.testing.assert_allclose(first.signals["teacher_logp"][2], by_hand[np.arange(5), own.completion], atol=1e-10)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.groups import PendingRollout, PrefetchedRollouts, SampledRollouts
 from groupwise.training.objectives import OBJECTIVES, Kind, language_model
 from groupwise.training.offline import Validation, train_offline, validate
-from groupwise.training.online import train_online
+from groupwise.training.online import pretrain_critic, train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.preferences import preference_rows
 from groupwise.training.teachers import Teacher
@@ -688,9 +689,8 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
     visits = Visits(prompts.train, order, ahead=ahead.steps > 0)
     meter = _meter(recipe, algorithm, policy, critic, teacher)
 
-    def loop(done: int) -> Iterator[Step]:
-        sampler.set_version(optimizer.taken)
-        rollouts = SampledRollouts(
+    def sampled(numbers: range) -> SampledRollouts:
+        return SampledRollouts(
             algorithm=algorithm,
             engine=sampler,
             rewards=rewards,
@@ -698,24 +698,27 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
             group=recipe.group,
             sampling=sampling_of(recipe.rollout),
             steps=prepared.steps,
-            done=done,
+            numbers=numbers,
             ahead=ahead,
             seed=recipe.seed,
         )
-        steps = train_online(
-            policy,
-            algorithm,
-            rollouts,
-            optimizer,
-            group=recipe.group,
-            budget=positions_of(recipe),
-            reference=anchor,
-            critic=critic,
-            teacher=teacher,
-            checkpointing=recipe.model.gradient_checkpointing,
+
+    def loop(done: int) -> Iterator[Step]:
+        sampler.set_version(optimizer.taken)
+        with_models: dict[str, Any] = {
+            "group": recipe.group,
+            "budget": positions_of(recipe),
+            "reference": anchor,
+            "critic": critic,
+            "teacher": teacher,
+            "checkpointing": recipe.model.gradient_checkpointing,
+        }
+        before = done if critic is None else max(done, critic.settings.pretrain)
+        steps = chain(
+            pretrain_critic(policy, algorithm, sampled(range(done + 1, before + 1)), **with_models),
+            train_online(policy, algorithm, sampled(range(before + 1, prepared.steps + 1)), optimizer, **with_models),
         )
-        counted = rewards.counting(steps, done, prepared.steps)
-        return _accounted(agreeing(counted, engine), visits, meter)
+        return _accounted(agreeing(rewards.counting(steps, done, prepared.steps), engine), visits, meter)
 
     return Job(
         recipe=recipe,

@@ -146,7 +146,7 @@ class PrefetchedRollouts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledRollouts:
-    """Groups that are sampled and scored for steps `done` + 1 to `steps`, when it is their turn or ahead of it."""
+    """Groups that are sampled and scored when it is their step's turn, or ahead of it."""
 
     engine: Engine
     rewards: Judge
@@ -156,9 +156,9 @@ class SampledRollouts:
     sampling: Sampling
     seed: int = 0
     steps: int
-    """The last step's number."""
-    done: int = 0
-    """Steps taken before."""
+    """The last step's number, which bounds what is sampled ahead."""
+    numbers: range | None = None
+    """Of the steps to give groups for; None: all."""
     ahead: PrefetchedRollouts = field(default_factory=PrefetchedRollouts)
     """What has been sampled already."""
 
@@ -166,7 +166,7 @@ class SampledRollouts:
         """Raises RewardError after IDLE_STEPS steps in a row of which nothing can be learnt, or in a shorter run after all."""
         silent = masked = 0
         most = min(IDLE_STEPS, self.steps)
-        for number in range(self.done + 1, self.steps + 1):
+        for number in range(1, self.steps + 1) if self.numbers is None else self.numbers:
             groups, drawn = self.ahead.take(number, self.steps, self)
             unscored = bool(groups[0].names) and all(np.isnan(group.reward).all() for group in groups)
             cut = self.algorithm.truncated == "mask" and all(one.truncated for group in groups for one in group.rollouts)

@@ -24,7 +24,7 @@ from groupwise.models.moe import router_coefficient
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample
 from groupwise.training.critics import Critic
-from groupwise.training.passes import BatchPass, score, seen_by
+from groupwise.training.passes import BatchPass, score, seen_by, update
 from groupwise.training.samples import POLICY, SIGNALS, WEIGHT, entropy_tokens, with_forking, with_gradient
 from groupwise.training.teachers import Teacher, with_demonstrations
 
@@ -145,7 +145,8 @@ def step_loss(
     """The loss of an optimizer step.  Its `samples` are those to make the pass over: the weighted ones that have a gradient, and a
     teacher's demonstrations.
 
-    critic: on the policy's own backbone.   number: optimizer steps taken before, which choose the demonstrations.
+    critic: its terms are part of the loss where it is on the policy's own backbone (else: `update_critic`).
+    number: optimizer steps taken before, which choose the demonstrations.
     A high-entropy mask is decided before the first micro-batch, and so needs a pass of its own.
     """
     if algorithm.needs_forking:
@@ -154,7 +155,13 @@ def step_loss(
     if teacher is not None and teacher.demonstrations is not None:
         samples = with_demonstrations(algorithm, samples, teacher.demonstrations.of(number))
     computed = list(samples) if router_coefficient(policy) > 0.0 else with_gradient(algorithm, samples)
-    return Loss(algorithm=algorithm, samples=computed, entropy_tokens=tokens, critic=critic, teacher=teacher)
+    shared = critic if critic is not None and critic.shared else None
+    return Loss(algorithm=algorithm, samples=computed, entropy_tokens=tokens, critic=shared, teacher=teacher)
+
+
+def update_critic(critic: Critic, loss: Loss, *, budget: int) -> int:
+    """One optimizer step of a critic in a pass of its own, on the samples of a step's loss.  Gives the budget that fitted."""
+    return update(critic.policy, CriticLoss(loss, critic), loss.samples, critic.optimizer, budget=budget).budget
 
 
 def weight(batch: Batch, name: str, rows_C: Tensor) -> Tensor:

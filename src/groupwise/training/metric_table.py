@@ -126,7 +126,12 @@ METRICS: tuple[Section, ...] = (
                         below=1, solved=True)),
             Metric("tokens/per_second", "tokens / second", "tokens sampled (or read) / seconds of the step",
                    "Speed of the whole step.", column="tok/s"),
-            Metric("time/PHASE", "seconds", "wall time", "Of the phases `rollout`, `reference`, `update`, `sync` or `data`."),
+            Metric(
+                "time/PHASE",
+                "seconds",
+                "wall time",
+                "Of the phases `rollout`, `signals` (by reference, critic, teacher), `update`, `sync` or `data`.",
+            ),
         ),
     ),
     Section(

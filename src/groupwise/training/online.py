@@ -1,7 +1,8 @@
 """The reinforcement-learning loop: prompts -> rollouts -> rewards -> credit -> weights -> packed updates -> a `Step`.
 
 `train_online` is the whole algorithm on one screen; every stage it calls is an ordinary function that a loop of your own can call
-too.  It logs and saves nothing: it yields a `Step` after every rollout, and the caller logs, saves and stops.
+too.  It logs and saves nothing: it yields a `Step` after every rollout, and the caller logs, saves and stops.  A critic that is
+trained before the policy has a loop of its own, `pretrain_critic`.
 
 R completions of an optimizer step   N their trained tokens   M trained positions of a micro-batch
 """
@@ -9,11 +10,13 @@ R completions of an optimizer step   N their trained tokens   M trained position
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from groupwise.algorithms.advantages import Advantages
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
@@ -24,10 +27,10 @@ from groupwise.models.policy import Policy
 from groupwise.records import Sample, Scored, Step
 from groupwise.training.critics import Critic
 from groupwise.training.groups import Collected, Rollouts
-from groupwise.training.loss import CriticLoss, step_loss
+from groupwise.training.loss import step_loss, update_critic
 from groupwise.training.metrics import by_completion, measure, token_columns
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import Assessment, update
+from groupwise.training.passes import Assessment, assess, update
 from groupwise.training.samples import minibatches, weigh
 from groupwise.training.signals import add_signals, scores_first
 from groupwise.training.teachers import Teacher
@@ -53,59 +56,85 @@ def train_online(
     rollouts: the groups of each step: sampled (`groups.SampledRollouts`), recorded, or yours.
     budget: packed positions per forward and backward pass; it cannot change an update.
     reference, critic, teacher: those that the algorithm needs (`Algorithm.needs`), and no others.  The reference is frozen.
-    A critic on the policy's backbone learns in the policy's pass.  With another backbone, and in its first `pretrain` steps, in
-    which the policy stays as it is, it learns in a separate pass.
+    A critic on the policy's backbone learns in the policy's pass, one with a backbone of its own in a pass after it.
     Raises ConfigError for a model that is missing or not needed; Diverged, RewardError, EngineError.
     """
-    models = {"reference": reference, "critic": critic, "teacher": teacher}
+    check_models(algorithm, reference=reference, critic=critic, teacher=teacher)
+    optimizers = [optimizer] if critic is None or not critic.shared else [optimizer, critic.optimizer]
+    for clock, number, (groups, drawn) in timed(rollouts):
+        version = optimizer.taken
+        with clock.phase("signals"):
+            hinted = None if teacher is None else teacher.with_hints(groups)
+            scorer = policy if scores_first(algorithm, groups, group, policy) else None
+            groups = add_signals(
+                groups, algorithm, reference=reference, scorer=scorer, teacher=hinted, critic=critic, budget=budget
+            )
+        advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
+        updates: list[Assessment] = []
+        with clock.phase("update"), recomputing(policy, critic, checkpointing):
+            for minibatch in one_pass * group.updates_per_rollout:
+                samples = weigh([groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm)
+                now = with_entropy_bonus(algorithm, optimizer, samples)
+                loss = step_loss(policy, now, samples, critic=critic, teacher=hinted, number=optimizer.taken, budget=budget)
+                updates.append(update(policy, loss, loss.samples, *optimizers, budget=budget))
+                budget = updates[-1].budget
+                if critic is not None and not critic.shared:
+                    budget = update_critic(critic, loss, budget=budget)
+        with clock.phase("sync"):
+            rollouts.sync(optimizer.taken)
+            follow(number, group, policy, reference, teacher)
+        yield step_of(number, groups, advantages, updates, algorithm, drawn, clock, first=len(one_pass), version=version)
+
+
+def pretrain_critic(
+    policy: Policy,
+    algorithm: Algorithm,
+    rollouts: Rollouts,
+    *,
+    critic: Critic,
+    group: GroupSettings,
+    budget: int,
+    reference: Policy | None = None,
+    teacher: Teacher | None = None,
+    checkpointing: bool = False,
+) -> Iterator[Step]:
+    """Train a critic alone, on the returns of a policy that stays as it is; yield a `Step` after every rollout.
+
+    It comes before `train_online`, whose arguments it has.  The loss in its metrics is the policy's.
+    """
+    for clock, number, (groups, drawn) in timed(rollouts):
+        with clock.phase("signals"):
+            hinted = None if teacher is None else teacher.with_hints(groups)
+            scorer = policy if scores_first(algorithm, groups, group, policy) else None
+            groups = add_signals(
+                groups, algorithm, reference=reference, scorer=scorer, teacher=hinted, critic=critic, budget=budget
+            )
+        advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
+        seen: list[Assessment] = []
+        with clock.phase("update"), recomputing(policy, critic, checkpointing):
+            for minibatch in one_pass * group.updates_per_rollout:
+                samples = weigh([groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm)
+                loss = step_loss(policy, algorithm, samples, teacher=hinted, budget=budget)
+                seen.append(assess(policy, loss, loss.samples, budget=budget))
+                budget = update_critic(critic, loss, budget=seen[-1].budget)
+        if teacher is not None:
+            reshard(teacher.policy)
+        yield step_of(number, groups, advantages, seen, algorithm, drawn, clock, first=len(one_pass))
+
+
+def check_models(algorithm: Algorithm, **models: object) -> None:
+    """Raises ConfigError for a model (reference, critic, teacher) that the algorithm needs and that is None, or the reverse."""
     for (name, model), needed in zip(models.items(), algorithm.needs, strict=True):
         if (model is None) == needed:
             remedy = f"needs a {name}: pass {name}=" if needed else f"has no use for a {name}: leave {name}= out"
             raise ConfigError(f"the algorithm {algorithm.name} {remedy}")
-    for clock, number, (groups, drawn) in timed(rollouts):
-        version = optimizer.taken
-        with clock.phase("reference"):
-            hinted = None if teacher is None else teacher.with_hints(groups)
-            groups = add_signals(
-                groups,
-                algorithm,
-                reference=reference,
-                scorer=policy if scores_first(algorithm, groups, group, policy) else None,
-                teacher=hinted if algorithm.reads_teacher else None,
-                critic=critic,
-                budget=budget,
-            )
-        advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
-        updates: list[Assessment] = []
-        pretraining = critic is not None and number <= critic.settings.pretrain
-        in_pass = critic if critic is not None and critic.shared and not pretraining else None
-        with (
-            clock.phase("update"),
-            backbone.checkpointing(policy, checkpointing),
-            backbone.checkpointing(policy if critic is None else critic.policy, checkpointing),
-        ):
-            for minibatch in one_pass * group.updates_per_rollout:
-                samples = weigh([groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm)
-                now = algorithm if pretraining else steered(algorithm, optimizer, samples)
-                loss = step_loss(policy, now, samples, critic=in_pass, teacher=hinted, number=optimizer.taken, budget=budget)
-                optimizers = [] if pretraining else [optimizer] if in_pass is None else [optimizer, in_pass.optimizer]
-                updates.append(update(policy, loss, loss.samples, *optimizers, budget=budget))
-                budget = updates[-1].budget
-                if critic is not None and in_pass is None:
-                    alone = CriticLoss(loss, critic)
-                    budget = update(critic.policy, alone, loss.samples, critic.optimizer, budget=budget).budget
-        with clock.phase("sync"):
-            rollouts.sync(optimizer.taken)
-            follow(number, group, policy, reference, teacher)
-        yield Step(
-            number=number,
-            metrics=measure(groups, updates, algorithm, drawn, minibatches=len(one_pass), seconds=clock.seconds, version=version),
-            timings=clock.seconds | comm.waiting(),
-            groups=groups,
-            advantages=advantages,
-            current_logp=first_pass(groups, updates[: len(one_pass)]),
-            columns=token_columns(groups, updates, algorithm, minibatches=len(one_pass)),
-        )
+
+
+@contextmanager
+def recomputing(policy: Policy, critic: Critic | None, on: bool) -> Iterator[None]:
+    """The region in which policy and critic recompute activations in the backward pass, if `on`."""
+    with backbone.checkpointing(policy, on), backbone.checkpointing(policy if critic is None else critic.policy, on):
+        yield
 
 
 def timed(rollouts: Rollouts) -> Iterator[tuple[Clock, int, Collected]]:
@@ -120,7 +149,7 @@ def timed(rollouts: Rollouts) -> Iterator[tuple[Clock, int, Collected]]:
         yield clock, *taken
 
 
-def steered(algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample]) -> Algorithm:
+def with_entropy_bonus(algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample]) -> Algorithm:
     """The algorithm with the entropy bonus of this step, by the sampled entropy (mean of -log p) of its trained tokens."""
     if algorithm.entropy_target is None:
         return algorithm
@@ -146,6 +175,30 @@ def refresh(reference: Policy, policy: Policy, share: float) -> None:
     with torch.no_grad():
         for frozen, trained in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
             frozen.lerp_(trained.to(frozen.dtype), share)
+
+
+def step_of(
+    number: int,
+    groups: Sequence[Scored],
+    advantages: Advantages,
+    updates: Sequence[Assessment],
+    algorithm: Algorithm,
+    drawn: int,
+    clock: Clock,
+    *,
+    first: int,
+    version: int | None = None,
+) -> Step:
+    """The record of a step.   first: optimizer steps of the first pass.   version: see `measure`."""
+    return Step(
+        number=number,
+        metrics=measure(groups, updates, algorithm, drawn, minibatches=first, seconds=clock.seconds, version=version),
+        timings=clock.seconds | comm.waiting(),
+        groups=groups,
+        advantages=advantages,
+        current_logp=first_pass(groups, updates[:first]),
+        columns=token_columns(groups, updates, algorithm, minibatches=first),
+    )
 
 
 def first_pass(groups: Sequence[Scored], updates: Sequence[Assessment]) -> list[list[np.ndarray]]:

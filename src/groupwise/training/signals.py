@@ -29,7 +29,7 @@ def add_signals(
 ) -> list[Scored]:
     """The groups with a column of each model that is there, computed packed with shared prompts (`records.Scored.signals`).
 
-    reference: `reference_logp`.   teacher: `teacher_logp`, after its own prompts.
+    reference: `reference_logp`.   teacher: `teacher_logp`, after its own prompts, where the algorithm reads it.
     scorer: `scored_logp`, of the policy before its first update (`scores_first`).
     critic: `value`, and `return`, its regression target; the values of a new head are then centred.
     """
@@ -39,7 +39,7 @@ def add_signals(
         for name, policy in (("reference_logp", reference), ("scored_logp", scorer))
         if policy is not None
     }
-    if teacher is not None:
+    if teacher is not None and algorithm.reads_teacher:
         columns["teacher_logp"] = teacher.logp(samples, budget)
     if critic is not None:
         columns["value"] = assess(critic.policy, critic.read, samples, budget=budget).seen
