@@ -52,6 +52,8 @@ def test_it_opens_on_the_most_informative_group_the_best_first(viewer: Callable,
     assert page.locator(".figure").count() >= 4
     assert page.locator(".group-list li").count() == 3
     assert page.title() == "alpha · groupwise"
+    shares = page.evaluate("[0.125, 0.375, 0.0125, 0.05, 0, 1, null].map(percent)")
+    assert shares == [*(f"{share:.0%}".replace("%", " %") for share in (0.125, 0.375)), "1.2 %", "5.0 %", "0 %", "100 %", "–"]
 
 
 def test_tokens_are_coloured_by_the_key_that_is_pressed(viewer: Callable, run_folder: Path, tab: Tab) -> None:

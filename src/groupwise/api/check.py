@@ -413,7 +413,9 @@ def _endings(recipe: Recipe, job: Job, prompts: Sequence[Prompt], rollouts: Sequ
     if share == 0:
         return Finding("endings", False, f"{says}: warm the model up with SFT, or raise rollout.max_new_tokens")
     if share < FEW:
-        return Finding("endings", None, f"{says}: the others are cut off; raise rollout.max_new_tokens, or ask for shorter answers")
+        return Finding(
+            "endings", None, f"{says}: the others are truncated; raise rollout.max_new_tokens, or ask for shorter answers"
+        )
     return Finding("endings", True, says)
 
 

@@ -31,7 +31,7 @@ def accuracy(
     cannot be read, or is words: a reward that does not apply leaves the group's statistics.
 
     The answer is what `answers.find_answer` finds: the last `\boxed{}` after the last `</think>`, `####` or `<answer>`, else what
-    follows "answer is".  A completion that was cut off has an answer only if it is marked.  Numbers, sets, intervals, units,
+    follows "answer is".  A truncated completion has an answer only if it is marked.  Numbers, sets, intervals, units,
     options and dates are compared by rules of our own (`verdicts.decide`): a number wants a number, with no operation left to do,
     and an expression one that is not the prompt's own.  Only expressions that differ are left to math-verify 0.9 in worker
     processes.  An answer that it cannot compare in two seconds of processor time, or that is longer than 2,000 characters, is not
@@ -63,7 +63,7 @@ def exact(
     gold is empty.
 
     A completion without a marked answer (a box, `####`, `<answer>`, "answer is") is compared as a whole, from its last `</think>`
-    on; one that was cut off is not.  How quotes, accents, line ends and minus signs are encoded makes no difference.
+    on; one that is truncated is not.  How quotes, accents, line ends and minus signs are encoded makes no difference.
 
     >>> exact(["<think>sort</think>1 2 3", "The answer is B."], ["1 2 3", "b"])
     [1.0, 0.0]
@@ -85,7 +85,7 @@ def number(completions: Sequence[str], gold: Sequence[Any], finish_reasons: Sequ
     """1.0 if the final number of the completion is that of the gold, else 0.0; None if the gold holds no number.
 
     GSM8K's convention (2110.14168): the number behind `####`, commas and dollar signs aside.  Without a marked answer the last
-    number written counts, so a completion need not follow any format; one that was cut off must have marked its answer.
+    number written counts, so a completion need not follow any format; a truncated one must have marked its answer.
 
     >>> number(["She pays 18 dollars.", "#### 17", "eighteen"], ["9 * 2 = <<9*2=18>>18\\n#### 18"] * 3)
     [1.0, 0.0, 0.0]

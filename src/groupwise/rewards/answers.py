@@ -145,7 +145,7 @@ def find_answer(text: str, *, cut: bool = False) -> str | None:
 
 
 def _finished(text: str) -> str:
-    """A text that was cut off, up to the end of its last whole sentence or line."""
+    """A truncated text, up to the end of its last whole sentence or line."""
     ends = [match.end() for match in _FINISHED.finditer(text)]
     return text[: ends[-1]] if ends else ""
 

@@ -135,7 +135,7 @@ class _Scorer:
     def by_text(
         self, prompts: Sequence[Any], completions: Sequence[Any], finish_reasons: Sequence[str] | None = None
     ) -> list[float | None]:
-        """Scores of texts through this model's tokenizer, with a prompt as the user's message; what was cut off gets no end."""
+        """Scores of texts through this model's tokenizer, with a prompt as the user's message; a truncated one gets no end."""
         from groupwise.data.templates import Template
 
         tokenizer, ids = self.blueprint.tokenizer, list[tuple[list[int], list[int]]]()

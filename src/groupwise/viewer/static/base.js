@@ -114,10 +114,14 @@ function shortTime(seconds) {
   return seconds < 1e-4 ? "< 0.1 ms" : `${fmt(Number((1000 * seconds).toPrecision(2)))} ms`;
 }
 
-const percent = (value) =>
-  value === null || value === undefined
-    ? "–"
-    : (100 * value).toFixed(value && Math.abs(value) < 0.1 ? 1 : 0).replace("-", "−") + " %";
+/** A share.  Halves are rounded to the even digit, as the terminal does: 0.125 is 12 %. */
+function percent(value) {
+  if (value === null || value === undefined) return "–";
+  const digits = value && Math.abs(value) < 0.1 ? 1 : 0;
+  const shown = { minimumFractionDigits: digits, maximumFractionDigits: digits, roundingMode: "halfEven" };
+  return (100 * value).toLocaleString("en", shown).replace("-", "−") + " %";
+}
+
 const many = (count, word, plural) => `${count.toLocaleString("en")} ${count === 1 ? word : plural || word + "s"}`;
 
 function duration(seconds) {

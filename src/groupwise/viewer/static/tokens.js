@@ -178,7 +178,7 @@ class Card {
       high = Math.max(...rewards, 1e-9);
     const share = completion.reward === null ? 0 : (completion.reward - low) / Math.max(high - low, 1e-9);
     const cut = /length|truncat|max/i.test(completion.finish);
-    const ended = ENDINGS[completion.finish] || (cut ? "cut off" : completion.finish);
+    const ended = ENDINGS[completion.finish] || (cut ? "truncated" : completion.finish);
     const warned = cut || ["turns", "deadline", "error"].includes(completion.finish);
     const turns = completion.episode?.turns || [];
     const world = turns.reduce((sum, turn) => sum + (turn.seconds || 0), 0);
@@ -430,7 +430,7 @@ function episodeOf(completion, text) {
           turn.finish
             ? h("span", {
                 class: warned ? "fact warn" : "fact",
-                text: ENDINGS[turn.finish] || (turn.finish === "length" ? "cut off" : turn.finish),
+                text: ENDINGS[turn.finish] || (turn.finish === "length" ? "truncated" : turn.finish),
               })
             : null,
           turn.reward !== null ? h("span", { class: "fact", text: `reward ${fmt(turn.reward)}` }) : null,

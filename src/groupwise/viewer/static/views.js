@@ -906,7 +906,7 @@ VIEWS.search = async (main) => {
     select("finish", "Finish", [
       ["", "any"],
       ["eos", "ended"],
-      ["length", "cut off"],
+      ["length", "truncated"],
       ["stop", "stop string"],
     ]),
     input("first", "Steps from", { type: "number", class: "short" }),
@@ -989,7 +989,7 @@ function foundRow(one) {
         ...marked(one.excerpt, here.text),
         one.answer ? h("span", { class: "asked" }, "answer ", ...visible(one.answer)) : null,
       ),
-      h("span", { class: "note", text: `${many(one.length, "token")}${one.finish === "length" ? " · cut off" : ""}` }),
+      h("span", { class: "note", text: `${many(one.length, "token")}${one.finish === "length" ? " · truncated" : ""}` }),
     ),
   );
 }
