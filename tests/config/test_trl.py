@@ -303,6 +303,24 @@ def test_the_processes_of_every_launcher_multiply_batches(launcher: str) -> None
     assert read(f"{launcher} grpo.py --num_generations 8 --max_steps 3\n", "a.sh").keys["group.prompts_per_step"] == 4
 
 
+@pytest.mark.parametrize(
+    ("launcher", "prompts"),
+    [
+        ("torchrun --nnodes=2 --nproc-per-node=4", 8),
+        ("torchrun --nnodes 1 --nproc_per_node 4", 4),
+        ("deepspeed --num_nodes 2 --num_gpus 4", 8),
+        ("accelerate launch --num_machines 2 --num_processes 8", 8),
+        ("torchrun --nnodes=1:4 --nproc-per-node=4", None),
+        ("torchrun --nnodes=2 --nproc-per-node=gpu", None),
+    ],
+)
+def test_the_processes_of_several_machines_multiply_batches(launcher: str, prompts: int | None) -> None:
+    """None: how many there are is not known, and a line says so."""
+    imported = read(f"{launcher} grpo.py --num_generations 8 --max_steps 3\n", "a.sh")
+    assert ("--devices says it" in imported.render()) == (prompts is None)
+    assert prompts is None or imported.keys["group.prompts_per_step"] == prompts
+
+
 def test_a_file_that_tells_no_class_wants_one() -> None:
     with pytest.raises(ConfigError, match="--as GRPOConfig"):
         read("learning_rate: 1e-6\n")

@@ -30,7 +30,13 @@ COMMANDS = {objective: kind for kind, objective in KINDS.items()}
 """Subcommands of `trl`, and what its scripts are called by, with the class of each."""
 SHELL = re.compile(r"[|&;]+|\d*>.*|<.*")
 """What ends the arguments of a command: pipes, redirections, the next command."""
-LAUNCHER = dict.fromkeys(("num_processes", "nproc_per_node", "num_gpus"), "num_processes") | {"config_file": "config_file"}
+NODES = "nnodes"
+"""Machines, on each of which torchrun and deepspeed start as many processes; accelerate's number is that of all machines."""
+LAUNCHER = (
+    dict.fromkeys(("num_processes", "nproc_per_node", "num_gpus"), "num_processes")
+    | dict.fromkeys(("nnodes", "num_nodes"), NODES)
+    | {"config_file": "config_file"}
+)
 """Options of accelerate, torchrun and deepspeed before the script that matter, by accelerate's names."""
 BUNDLED = {"single_gpu": 1} | dict.fromkeys(("fsdp1", "fsdp2", "multi_gpu", "zero1", "zero2", "zero3"), 8)
 """Configurations of accelerate's that come with TRL, for `--accelerate_config`: how many processes each starts."""
@@ -101,7 +107,13 @@ def _read_command(file: Path, text: str, kind: str | None, devices: int) -> Conf
         if known is None:
             raise ConfigError(f"{file}: no such file {str(config)!r}, which --config names")
         arguments = mapping_of(known) | arguments
-    arguments = {LAUNCHER[name]: value for name, value in _options(words[:place]).items() if name in LAUNCHER} | arguments
+    launcher = {LAUNCHER[name]: value for name, value in _options(words[:place]).items() if name in LAUNCHER}
+    nodes, lines = launcher.pop(NODES, 1), []
+    if isinstance(nodes, int) and isinstance(each := launcher.get("num_processes"), int):
+        launcher["num_processes"] = nodes * each
+    elif nodes != 1:
+        lines = [Line(NODES, nodes, None, "how many processes it starts is not known: --devices says it")]
+    arguments = launcher | arguments
     unread = {name: value for name, value in arguments.items() if "$" in str(value)}
     program = re.split(r"[^a-z]+", Path(words[place]).stem)
     return Configuration(
@@ -109,7 +121,7 @@ def _read_command(file: Path, text: str, kind: str | None, devices: int) -> Conf
         arguments={name: value for name, value in arguments.items() if name not in unread},
         devices=_processes(arguments, file) or devices,
         file=file,
-        unread=[Line(name, value, None, "a variable of the shell: set it in the recipe") for name, value in unread.items()],
+        unread=lines + [Line(name, value, None, "a variable of the shell: set it in the recipe") for name, value in unread.items()],
     )
 
 
