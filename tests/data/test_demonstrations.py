@@ -9,10 +9,10 @@ from groupwise.data.wording import UNSAID
 from groupwise.errors import ConfigError, DataError
 
 
-def demonstrations(tokenizer, rows, context=200, chat=False, template=None, system=None, **options):
+def demonstrations(tokenizer, rows, context=200, chat=False, template=None, system=None, eos_ids=(), **options):
     wording = Template(tokenizer=tokenizer, chat=chat, format=template, system=system)
     return encode_demonstrations(
-        SourceRows("f.jsonl", rows), wording, context=context, eos_ids=(tokenizer.eos_token_id,), **options
+        SourceRows("f.jsonl", rows), wording, context=context, eos_ids=eos_ids or (tokenizer.eos_token_id,), **options
     )
 
 
@@ -56,11 +56,24 @@ def test_of_a_text_alone_every_token_but_the_first_is_learnt(tokenizer):
     built, report = demonstrations(tokenizer, rows, chat=True)
     assert [texts(tokenizer, one) for one in built] == [("1", "2+3<|end|>"), ("1", "2+3<|end|>"), ("7", "<|end|>")]
     assert report.dropped == {"empty": 1}
-    assert report.lengths == [5, 5, 2]
+    assert report.lengths == [5, 5, 2] and not report.noted
     with pytest.raises(DataError, match="no column 'completion'"):
         demonstrations(tokenizer, [{"prompt": "1", "text": "2"}])
     with pytest.raises(ConfigError, match=r"leave data\.system out"):
         demonstrations(tokenizer, [{"text": "2"}], chat=True, system="1")
+
+
+def test_a_text_alone_that_ends_with_any_eos_gets_no_second_one(tokenizer):
+    other = tokenizer.convert_tokens_to_ids("<|user|>")
+    rows = [{"text": f"12{end}"} for end in ("", "<|user|>", "<|end|>", "<|end|>\n")]
+    built, _ = demonstrations(tokenizer, rows, eos_ids=(tokenizer.eos_token_id, other))
+    assert [texts(tokenizer, one)[1] for one in built] == ["2<|end|>", "2<|user|>", "2<|end|>", "2<|end|>"]
+
+
+def test_columns_beside_a_text_are_counted_where_the_text_alone_is_read(tokenizer):
+    rows = [{"text": "2", "question": "1+1", "answer": "2"}, {"text": "3"}, {"text": "4", "question": None}]
+    _, report = demonstrations(tokenizer, rows)
+    assert str(report).endswith("; kept: 1 of which the column text alone is read (first: f.jsonl row 1)")
 
 
 def test_earlier_assistant_turns_belong_to_the_prompt(tokenizer):
@@ -89,7 +102,7 @@ def test_too_long_demonstrations_can_lose_the_head_of_their_prompt(tokenizer):
     rows = [{"prompt": "123456789", "completion": "7"}, {"prompt": "1", "completion": "2"}]
     built, report = demonstrations(tokenizer, rows, context=6, too_long="truncate_left")
     assert texts(tokenizer, built[0]) == ("6789", "7<|end|>")
-    assert report.noted == {"truncated to 6 tokens": 1}
+    assert report.noted == {"cut to 6 tokens": 1}
     with pytest.raises(DataError, match=r"row 1: prompt and completion have 11 tokens and the limit is 6"):
         demonstrations(tokenizer, rows, context=6, too_long="error")
 

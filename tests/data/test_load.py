@@ -38,7 +38,7 @@ def test_rows_to_learn_from_may_be_shorter_than_the_context_and_never_longer(lon
     settings = DataSettings(path=path, max_tokens=limit)
     data = load_records(DEMONSTRATIONS, settings, tokenizer, context=10, eos_ids=(1,))
     assert len(data.train) == rows
-    assert data.report.dropped == ({f"longer than {limit} tokens": 3 - rows} if rows < 3 else {})
+    assert data.report.dropped == ({f"longer than {limit} tokens, data.max_tokens": 3 - rows} if rows < 3 else {})
 
 
 @pytest.mark.parametrize("prompt", ["", [{"role": "system", "content": "1"}]])
@@ -129,7 +129,9 @@ def test_no_row_left_says_why_and_what_to_do(write, tokenizer):
         load_data(DataSettings(path=path, eval_path=path), tokenizer, **SIZES)
     with pytest.raises(DataError, match=r"2 longer than 3 tokens.*set data\.too_long to truncate_left"):
         load_data(DataSettings(path=path, max_prompt_tokens=3), tokenizer, **SIZES)
-    with pytest.raises(DataError, match=r"no column 'question'; there are: prompt \(data\.columns renames: \{prompt: YOURS\}\)"):
+    with pytest.raises(
+        DataError, match=r"no column 'question'; there are: prompt \(data\.columns: \{prompt: YOURS\} renames one\)"
+    ):
         load_data(DataSettings(path=path, columns={"prompt": "question"}), tokenizer, **SIZES)
 
 
@@ -277,7 +279,7 @@ def test_a_row_of_another_task_may_lack_a_renamed_column(write, tokenizer):
     assert [dict(prompt.row) for prompt in data.train] == [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "tests": "4"}]
     assert columns_of(data.train) == ["prompt", "answer", "tests"]
     assert data.report.dropped == {"without q": 1}
-    with pytest.raises(DataError, match=r"no column 'golds'.*data\.columns renames: \{answer: YOURS\}"):
+    with pytest.raises(DataError, match=r"no column 'golds'.*data\.columns: \{answer: YOURS\} renames one"):
         load_data(DataSettings(path=write(rows), columns={"answer": "golds"}), tokenizer, **SIZES)
 
 

@@ -42,7 +42,7 @@ def test_d4_too_long_prompts_are_dropped_truncated_or_an_error(tokenizer):
     prompts, report = encode_prompts(rows, template, max_tokens=4, too_long="truncate_left")
     assert [prompt.text for prompt in prompts] == ["1+2", "3456", "3"]
     assert tokenizer.decode(prompts[1].tokens) == "3456"
-    assert report.noted == {"truncated to 4 tokens": 1}
+    assert report.noted == {"cut to 4 tokens": 1}
     with pytest.raises(DataError, match=r"f\.jsonl row 2: the prompt has 6 tokens and the limit is 4"):
         encode_prompts(rows, template, max_tokens=4, too_long="error")
 

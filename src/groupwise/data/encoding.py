@@ -18,7 +18,7 @@ from groupwise.data.preference_formats import as_pairs
 from groupwise.data.rendering import Refusal, unmentioned
 from groupwise.data.report import Report
 from groupwise.data.sources import SourceRows
-from groupwise.data.templates import EncodedAnswer, Question, Template
+from groupwise.data.templates import EncodedAnswer, Question, Template, ended
 from groupwise.data.wording import ReadRow, Wording, read_demonstration, read_pair, read_solution
 from groupwise.errors import DataError
 from groupwise.records import Prompt
@@ -174,10 +174,13 @@ def encode(
     kind: RecordKind[Item],
     *,
     limit: int,
+    limited_by: str = "",
     eos_ids: Sequence[int] = (),
     too_long: TooLong = "drop",
 ) -> tuple[list[Item], Report]:
     """The records of rows that have been read.   limit: tokens of a prompt and the longest of its completions.
+
+    limited_by: the setting that the limit is from, for messages.
 
     Dropped and counted: rows that ask or answer nothing, hold characters that the tokenizer does not know, are refused by the chat
     template, are too long (unless `truncate_left`, which keeps the prompt's end), or have two completions that are the same.
@@ -202,10 +205,12 @@ def encode(
             report.drop(UNKNOWN)
             continue
         if question.example.text_alone:
-            question = _unended(question, completions[0].tokens[-1])
+            text = ended(question.tokens.tolist(), eos_ids, template.tokenizer)
+            if text.size > 1:
+                question, answers = replace(question, tokens=text[:-1]), (replace(completions[0], tokens=text[-1:]),)
         sizes = [one.tokens.size for one in completions]
         if (size := question.tokens.size + max(sizes, default=0)) > limit:
-            cut = _cut(question, size, limit, too_long, report, template)
+            cut = _cut(question, size, limit, limited_by, too_long, report, template)
             if cut is None:
                 continue
             question = cut
@@ -312,12 +317,6 @@ def _tell_control(questions: Sequence[Question], template: Template, report: Rep
         report.note(f"{CONTROL}, encoded as text", first=question.where)
 
 
-def _unended(question: Question, eos_id: int) -> Question:
-    """A text without the EOS that it brings: its answer is one."""
-    brings = question.tokens.size > 1 and question.tokens[-1] == eos_id
-    return replace(question, tokens=question.tokens[:-1]) if brings else question
-
-
 def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:
     """The last `room` ids; a BOS at the head stays there."""
     if room > 1 and bos_id is not None and ids[0] == bos_id:
@@ -325,21 +324,23 @@ def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:
     return ids[ids.size - room :]
 
 
-def _cut(question: Question, size: int, limit: int, too_long: TooLong, report: Report, template: Template) -> Question | None:
+def _cut(
+    question: Question, size: int, limit: int, limited_by: str, too_long: TooLong, report: Report, template: Template
+) -> Question | None:
     """What remains of a prompt that is too long beside its completion; None: the row is dropped.   size: tokens of both.
 
     Raises DataError if `too_long` is `error`.
     """
-    completion = size - question.tokens.size
+    completion, source = size - question.tokens.size, f", {limited_by}" if limited_by else ""
     if too_long == "error":
         what = "prompt and completion have" if completion else "the prompt has"
         raise DataError(
-            f"{question.where}: {what} {size} tokens and the limit is {limit}; set data.too_long to drop or truncate_left"
+            f"{question.where}: {what} {size} tokens and the limit is {limit}{source}; set data.too_long to drop or truncate_left"
         )
     if too_long == "drop" or limit - completion < 1:
-        report.drop(f"longer than {limit} tokens")
+        report.drop(f"longer than {limit} tokens{source}")
         return None
-    report.note(f"truncated to {limit} tokens")
+    report.note(f"cut to {limit} tokens{source}")
     tokens = cut_left(question.tokens, limit - completion, template.bos_id)
     text = str(template.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
     return replace(question, tokens=tokens, text=text, cut=question.tokens.size - tokens.size)

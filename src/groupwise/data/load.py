@@ -86,7 +86,9 @@ def load_data(
     template = Template.build(settings, tokenizer, tools)
     if not train and settings.task is not None:
         settings = replace(settings, limit=1)  # what a task holds out does not depend on how much else it generates
-    data = _load(settings, template, PROMPTS, seed, limit=limit, train=train)
+    rest = f"the model's context of {context} less rollout.max_new_tokens of {max_new_tokens}"
+    limited_by = rest if settings.max_prompt_tokens is None else "data.max_prompt_tokens"
+    data = _load(settings, template, PROMPTS, seed, limit=limit, limited_by=limited_by, train=train)
     held_out, validation = (tuple(visit(prompt, "eval") for prompt in part) for part in (data.held_out, data.validation))
     return replace(data, held_out=held_out, validation=validation)
 
@@ -109,7 +111,9 @@ def load_records(
     Raises DataError or ConfigError as `load_data`, and for a task without such records.
     """
     limit = min(context, settings.max_tokens or context)
-    return _load(settings, Template.build(settings, tokenizer, tools), kind, seed, limit=limit, eos_ids=eos_ids)
+    limited_by = "data.max_tokens" if limit == settings.max_tokens else "the model's context"
+    template = Template.build(settings, tokenizer, tools)
+    return _load(settings, template, kind, seed, limit=limit, limited_by=limited_by, eos_ids=eos_ids)
 
 
 def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
@@ -145,6 +149,7 @@ def _load(
     seed: int,
     *,
     limit: int,
+    limited_by: str,
     eos_ids: Sequence[int] = (),
     train: bool = True,
 ) -> Data[Item]:
@@ -160,7 +165,7 @@ def _load(
         parts = _split(rows, template, settings.parts)
         for name, share in settings.parts.items():
             if not len(parts[name]):
-                raise DataError(f"data.eval_fraction {share:g} holds out none of the {len(rows)} rows: raise it")
+                raise DataError(f"data.eval_fraction {share:g} holds out none of the {len(rows)} rows: raise it, or set it to 0")
         rows, held_out, watched = parts["train"], parts["test"], parts.get("validation")
     overlap = 0
     if held_out is not None:
@@ -177,7 +182,8 @@ def _load(
     def encoded(part: SourceRows[ReadRow] | None) -> tuple[list[Item], Report]:
         if part is None:
             return [], nothing
-        return encode(part, template, kind, limit=limit, eos_ids=eos_ids, too_long=settings.too_long)
+        too_long = settings.too_long
+        return encode(part, template, kind, limit=limit, limited_by=limited_by, eos_ids=eos_ids, too_long=too_long)
 
     items, report = encoded(rows if train else None)
     judged, held_out_report = encoded(held_out)

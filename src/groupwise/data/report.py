@@ -23,7 +23,7 @@ class Report:
     dropped: Counter[str] = field(default_factory=Counter)
     """Rows left out, by reason."""
     noted: Counter[str] = field(default_factory=Counter)
-    """Kept rows with a remark (`duplicate`, `truncated ...`), counted by the remark."""
+    """Kept rows with a remark (`duplicate`, `cut to ...`), counted by the remark."""
     first: dict[str, str] = field(default_factory=dict)
     """Where the first row with a reason or a remark stands, or what is wrong with it, where that is known."""
     warnings: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Report:
 
     def __str__(self) -> str:
         mean, most = sum(self.lengths) / max(self.kept, 1), max(self.lengths, default=0)
-        text = f"{self.source}: {self.kept} of {self.rows} rows, {mean:.1f} tokens on average, at most {most}"
+        text = f"{self.source}: {self.kept:,} of {self.rows:,} rows, {mean:.1f} tokens on average, at most {most}"
         for label, counts in (("dropped", self.dropped), ("kept", self.noted)):
             if counts:
                 text += f"; {label}: {self._listed(counts)}"
@@ -74,8 +74,8 @@ class Report:
     def left_out(self) -> str:
         """How many rows were dropped, and why; empty if none was."""
         lost = self.dropped.total()
-        return f"{lost} of {self.rows} rows of {self.source} are left out: {self._listed(self.dropped)}" if lost else ""
+        return f"{lost:,} of {self.rows:,} rows of {self.source} are left out: {self._listed(self.dropped)}" if lost else ""
 
     def _listed(self, counts: Mapping[str, int]) -> str:
         places = {reason: f" (first: {place})" for reason, place in self.first.items()}
-        return ", ".join(f"{count} {reason}{places.get(reason, '')}" for reason, count in counts.items())
+        return ", ".join(f"{count:,} {reason}{places.get(reason, '')}" for reason, count in counts.items())

@@ -195,7 +195,7 @@ class Template(Wording):
             stable = ids[:m] == question.tokens.tolist() and (text in behind or _squeezed(text) in _squeezed(behind))
             answer = ids[m:] if stable else self._ids([text], [False])[0]
             unknown = self._unknown_in(text, answer)
-            completions.append(EncodedAnswer(_ended(answer, eos_ids, self.tokenizer), text, stable, unknown=unknown))
+            completions.append(EncodedAnswer(ended(answer, eos_ids, self.tokenizer), text, stable, unknown=unknown))
         return completions
 
     def _answered_ids(self, questions: Sequence[Question], whole: Sequence[str | Refusal]) -> list[list[int]]:
@@ -721,7 +721,7 @@ def unmarked(text: str) -> str:
     return text.replace(OPEN, "").replace(CLOSE, "")
 
 
-def _ended(ids: list[int], eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def ended(ids: list[int], eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Ends the ids with EOS: white space behind the last EOS is cut (templates write a newline there), a missing one is added."""
     last = max((place for place, token in enumerate(ids) if token in eos_ids), default=-1)
     if last >= 0 and (last + 1 == len(ids) or not str(tokenizer.decode(ids[last + 1 :])).strip()):

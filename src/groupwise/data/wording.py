@@ -35,6 +35,7 @@ WEIGHT = "whose answer has another weight than 1"
 UNTRAINED = "with an earlier turn of weight 1, which is not trained"
 EARLIER = "with earlier turns of the completion in the prompt"
 UNSAID = "whose system message data.template does not write"
+TEXT_ALONE = "of which the column text alone is read"
 BRACES = "write columns in {braces}; a literal brace is doubled"
 ALPACA = """Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the request.
 
@@ -197,7 +198,8 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
     if _is_text_alone(row, wording):
         if wording.system is not None:
             raise ConfigError(f"{where} is a text alone, which has no messages: leave data.system out, or write it into the text")
-        return ReadRow(row, where, row["text"], ("",), text_alone=True)
+        beside = any(value is not None for column, value in row.items() if column != "text")
+        return ReadRow(row, where, row["text"], ("",), notes=(TEXT_ALONE,) if beside else (), text_alone=True)
     column = first_of(row, ANSWERED_IN)
     if column is None:
         raise DataError(missing_column("completion", row, where))
