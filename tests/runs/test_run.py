@@ -319,6 +319,27 @@ def test_the_closing_table_fits_and_says_what_it_is_about(recipe: Callable) -> N
     assert "groupwise score " in text
 
 
+@pytest.mark.parametrize("objective", ["grpo", "sft"])
+def test_a_resumed_run_knows_its_first_evaluation(recipe: Callable, tmp_path: Path, objective: str) -> None:
+    """Of prompts the figures of the reward functions, of rows the loss."""
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+1", "completion": str(n + 1)}) + "\n" for n in range(20))
+    )
+    rows = {"rewards": [], "data": {"task": None, "path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0.4, "eval_limit": None}}
+    changes = GRPO if objective == "grpo" else {"objective": "sft"} | rows
+    path = recipe(name="left", **changes | {"steps": 2, "eval": {"at_start": True, "max_new_tokens": 4}})
+    for step in train(load_recipe(path)):
+        if step.number == 1:
+            break
+    with Run(load_recipe(path), path.parent / "runs" / "left") as run:
+        assert [step.number for step in run.steps()] == [2]
+        assert run.before is not None and run.after is not None
+    line = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
+    logged = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
+    assert {name: value for name, value in logged.items() if name not in run.before.metrics()} == {}
+    assert run.before.summary().keys() == run.after.summary().keys()
+
+
 def test_the_closing_table_has_no_note_on_a_row_that_it_leaves_out(recipe: Callable) -> None:
     one = Estimate(0.5, 0.1)
     shares = dict.fromkeys(("greedy", "sampled", "pass_at_k", "greedy_reward", "reward"), one)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from groupwise.config.recipes import demand_objects
 from groupwise.config.settings import Recipe
 from groupwise.distributed import comm
-from groupwise.errors import Ended, GroupwiseError, PeerError
+from groupwise.errors import Ended, GroupwiseError, PeerError, RewardError
 from groupwise.models.loading import resolve_device
 from groupwise.models.policy import Policy
 from groupwise.models.saving import export
@@ -29,14 +31,16 @@ from groupwise.runs.folder import FINAL, REFERENCE, Lock, check_reference, choos
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.interrupts import endings
 from groupwise.runs.job import Job, Judged, make_job, resolved
-from groupwise.runs.log import RunLog
+from groupwise.runs.log import EVALUATED, RunLog
 from groupwise.runs.model_card import write_card
 from groupwise.runs.policies import fit_threads
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import seal
 from groupwise.training.evaluate import Evaluation
+from groupwise.training.objectives import OBJECTIVES
 from groupwise.utils import files
 from groupwise.utils.secrets import scrubbed
+from groupwise.utils.statistics import Estimate
 from groupwise.utils.terminal import logger
 
 
@@ -46,7 +50,7 @@ class RunResult:
 
     folder: Path
     before: Judged | None
-    """None also if the run was resumed after its first step."""
+    """Of a resumed run what its log holds: figures without completions."""
     after: Judged | None
     steps: int
     """Steps taken by this process."""
@@ -176,6 +180,8 @@ class Run:
             torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended, KeyboardInterrupt)):
             error.add_note(comm.advice())
+        if isinstance(error, RewardError) and checkpoint.exists(self.folder):
+            error.add_note("with a repaired file of reward functions it continues by accept_changes=True")
 
     def steps(self) -> Iterator[Step]:
         """Train to the end: log and save each step, evaluate where due, export the final model."""
@@ -185,6 +191,7 @@ class Run:
             _export(job.reference, self.folder / REFERENCE, "the reference")
         with self._open_log() as log, endings(self._may_end) as end_if_told:
             comm.from_first(lambda: log.tokens(job.policy.tokenizer))
+            logged = comm.from_first(lambda: log.lines.get(0)) if self.done else None
             if self.done == 0 and recipe.eval.at_start:
                 self.before = job.judge("validation" in recipe.data.parts)  # on what the last evaluation will be on
                 if self.before is not None:
@@ -220,6 +227,8 @@ class Run:
             self.saver.wait()
             if self.after is None:  # the run was killed behind its last step
                 self.after = job.judge(True)
+            if logged is not None and self.after is not None:
+                self.before = judged_before(logged, recipe, self.after)
             self._finish(log)
 
     @contextmanager
@@ -335,6 +344,39 @@ def resumed_job(recipe: Recipe, folder: Path, newest: Path | None) -> Job:
         job.close()
         raise
     return job
+
+
+def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Judged | None:
+    """The evaluation before the first step, by the figures of its line of the log, in the form of the last one; None if the line
+    holds none."""
+    figures = {name.removeprefix(EVALUATED): float(value) for name, value in line.items() if name.startswith(EVALUATED)}
+    if not figures:
+        return None
+
+    def figure(name: str) -> Estimate:
+        return Estimate(figures.get(name, math.nan), figures.get(f"{name}/half_width", math.nan))
+
+    if not isinstance(after, Evaluation):
+        named = {label: figure(name) for label, name in OBJECTIVES[recipe.objective].objective(recipe).headlines.items()}
+        shown = {label: f"{one.mean:.4g}" if math.isnan(one.half) else str(one) for label, one in named.items()}
+        return replace(after, figures=figures, shown=shown)
+    part = None if "validation" in recipe.data.parts else recipe.eval.prompts
+    return replace(
+        after,
+        prompts=after.prompts if part is None else min(part, after.prompts),
+        greedy=figure("greedy"),
+        sampled=figure("sampled"),
+        pass_at_k=figure(f"pass@{after.k}"),
+        greedy_reward=figure("greedy_reward"),
+        reward=figure("reward"),
+        length=figure("completions/mean_length").mean,
+        truncated=figure("completions/clipped_ratio").mean,
+        by_function={name: figure(f"rewards/{name}") for name in after.by_function},
+        none={name: figures[key] for name in after.by_function if (key := f"rewards/{name}/none") in figures},
+        by_column={},
+        groups=(),
+        answers=(),
+    )
 
 
 SHOWN = 32
