@@ -264,6 +264,18 @@ class Rollout:
         """True if a limit ended it: of length, of turns or of time."""
         return self.finish in (Finish.LENGTH, Finish.TURNS, Finish.DEADLINE)
 
+    @property
+    def place(self) -> str:
+        """For messages, behind the word completion: `3 of row 7 (epoch 0)`, `3 of held-out row 7`; all count from 0."""
+        visit, _, row = self.prompt.id.rpartition("/")
+        if not row.isdecimal():
+            return f"{self.index} of prompt {self.prompt.id}"
+        return (
+            f"{self.index} of held-out row {row}"
+            if visit == "eval"
+            else f"{self.index} of row {row}" + (f" (epoch {visit})" if visit else "")
+        )
+
 
 TIE = 2.0**-22
 """Two units of float32's last place: numbers that lie closer together, relative to their size, are equal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from groupwise.cli import commands, train
 from groupwise.config import bundled
 from groupwise.config.recipes import dump_stages, parse_stages
-from groupwise.errors import Diverged, EngineError
+from groupwise.errors import DataError, Diverged, EngineError
 
 RECIPE = """\
 # Adds numbers: 0.3 -> 0.99 in a minute.
@@ -368,6 +369,25 @@ def test_errors_are_one_line_and_their_exit_code(
     assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
     with pytest.raises(type(error)):
         commands.main(["train", "r.yaml", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        (["eval", "m", "--data", "r.jsonl"], "--column answer=YOURS renames one, args: {answer: VALUE} sets it"),
+        (["score", "accuracy", "r.jsonl"], "--column answer=YOURS renames one, --arg answer=VALUE sets it"),
+        (["check", "r.yaml"], "data.columns: {answer: YOURS} renames one, args: {answer: VALUE} sets it"),
+    ],
+)
+def test_an_error_names_the_option_where_there_is_no_recipe(
+    typed: list[str], remedy: str, calls: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> int:
+        raise DataError("data.columns: {answer: YOURS} renames one, args: {answer: VALUE} sets it")
+
+    monkeypatch.setattr(importlib.import_module(f"groupwise.cli.{typed[0]}"), "run", fail)
+    assert commands.main(typed) == 2
+    assert remedy in capsys.readouterr().err
 
 
 def test_c8_ctrl_c_is_friendly(calls: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,10 @@ def test_d13_a_template_that_refuses_the_messages_names_the_row(tokenizer):
         ({"prompt": 5}, r"f line 3: prompt is 5 \(int\)"),
         ({"prompt": [{"role": "user"}]}, "f line 3: a message in prompt needs role and content"),
         ({"prompt": ["hello"]}, "f line 3: a message in prompt needs role and content, got 'hello'"),
-        ({"question": "x", "answer": "y"}, r"f line 3: no column 'prompt'; there are: answer, question \(data\.columns renames"),
+        (
+            {"question": "x", "answer": "y"},
+            r"f line 3: no column 'prompt'; there are: answer, question \(data\.columns: \{prompt: YOURS\}",
+        ),
         ({"messages": None}, "f line 3: messages is empty"),
     ],
 )

@@ -107,7 +107,9 @@ def test_t2_a_reward_that_hangs_without_a_timeout_ends_the_run(
     (tmp_path / "hang").write_text("")
     monkeypatch.setattr(calls, "DEFAULT_SECONDS", 3.0)
     monkeypatch.setattr(calls, "SECONDS_EACH", 0.1)
-    with pytest.raises(RewardError, match=r"'judge' gave no result within 3 s and was stopped; on .*#0.* say how long by timeout:"):
+    with pytest.raises(
+        RewardError, match=r"'judge' gave no result within 3 s and was stopped; on completions 0 of row .* say how long by timeout:"
+    ):
         run(path)
     (tmp_path / "hang").unlink()
     monkeypatch.undo()

@@ -279,12 +279,12 @@ def returning(tmp_path_factory) -> Iterator[Rewards]:
         ("None", "returned None, expected"),
         ("'ab'", "returned str 'ab'"),
         ("{0: 1.0, 1: 2.0}", "returned dict"),
-        ("['1', '0']", "returned str '1' for completion 0/0#0, expected a number or None"),
-        ("[[1.0], [0.0]]", "returned list for completion 0/0#0"),
+        ("['1', '0']", "returned str '1' for completion 0 of row 0 .epoch 0., expected a number or None"),
+        ("[[1.0], [0.0]]", "returned list for completion 0 of row 0 "),
         ("np.zeros((2, 1))", r"returned an array of shape \(2, 1\)"),
         ("np.zeros(())", r"returned an array of shape \(\)"),
         ("torch.zeros(2, 2)", r"returned an array of shape \(2, 2\)"),
-        ("[torch.zeros(3), 1.0]", "returned Tensor for completion 0/0#0"),
+        ("[torch.zeros(3), 1.0]", "returned Tensor for completion 0 of row 0 "),
         ("[1j, 0]", "returned complex for completion"),
         ("later()", "returned coroutine.*declare it with async def"),
     ],
@@ -299,7 +299,9 @@ def test_r09_bad_results_are_named_by_function_type_and_length(returning, group,
     "value", ["float('nan')", "float('inf')", "-float('inf')", "1e39", "np.float32('nan')", "torch.tensor(float('inf'))"]
 )
 def test_r06_a_reward_that_is_not_finite_is_an_error_and_not_none(returning, group, value):
-    with pytest.raises(RewardError, match=r"'f' returned (-?inf|nan|1e\+39) for completion 0/0#1: a reward is finite"):
+    with pytest.raises(
+        RewardError, match=r"'f' returned (-?inf|nan|1e\+39) for completion 1 of row 0 .epoch 0.: a reward is finite"
+    ):
         returning.score([group("4", "5", result=f"[1.0, {value}]")])
 
 
@@ -354,7 +356,7 @@ def test_groups_keep_their_rollouts_and_order(one, group):
 def test_r02_an_exception_names_function_completions_and_message(one, group):
     rewards = one("def f(completions): raise KeyError('no such key')")
     groups = [group(*"abcd", id="3/1"), group("e", id="3/2")]
-    said = r"'f' raised KeyError: 'no such key' \(.*mine_\d+.py, line 1: .*\); on 3/1#0, 3/1#1, 3/1#2 \.\.\. \(5 completions\)"
+    said = r"'f' raised KeyError: 'no such key' \(.*, line 1: .*\); on completions 0 of row 1 .epoch 3., 1 of .* \(5 in all\)"
     with pytest.raises(RewardError, match=said) as caught:
         rewards.score(groups)
     assert "in f\n" in str(caught.value.__cause__), "the traceback of the worker"
@@ -380,10 +382,10 @@ def test_r02_an_exception_names_function_completions_and_message(one, group):
 )
 def test_the_text_that_broke_a_function_is_shown(one, group, code):
     """Of a function of many completions: by the variables of its frames."""
-    said = r"\b0/2#1.*, completion 'six\\x1b' of the prompt '3\+3='"
+    said = r"\b1 of row 2 .epoch 0.*; the completion: 'six\\x1b', the prompt: '3\+3='"
     with pytest.raises(RewardError, match=said) as caught:
         one(code).score([group("5", id="0/1", text="2+3="), group("6", "six\x1b", "7", id="0/2", text="3+3=")])
-    assert "0/2#0" not in str(caught.value)
+    assert "0 of row 2" not in str(caught.value)
 
 
 def test_completions_of_one_message_each_are_told_apart():
@@ -395,7 +397,7 @@ def test_completions_of_one_message_each_are_told_apart():
 
 def test_a_completion_that_variables_tell_is_probable(one, group):
     code = "def f(completions):\n    for text in completions: pass\n    return 1 / 0"
-    with pytest.raises(RewardError, match=r"; probably on 0/1#1, completion 'six'"):
+    with pytest.raises(RewardError, match=r"; probably on completion 1 of row 1 .epoch 0.; the completion: 'six'"):
         one(code).score([group("five", "six", id="0/1")])
 
 
@@ -403,7 +405,7 @@ def test_a_completion_that_variables_tell_is_probable(one, group):
     "code", ["def f(completions): return 1 / 0", "def f(completions):\n    a, b = completions\n    return 1 / 0"]
 )
 def test_where_the_variables_do_not_show_it_no_completion_is_blamed(one, group, code):
-    with pytest.raises(RewardError, match=r"on 0/1#0, 0/1#1\n"):
+    with pytest.raises(RewardError, match=r"on completions 0 of row 1 .epoch 0., 1 of row 1 .epoch 0.$"):
         one(code).score([group("five", "six", id="0/1")])
 
 
@@ -413,7 +415,7 @@ def test_r02_a_function_that_exits_does_not_end_the_run_as_if_all_were_well(one,
     rewards = one(f"{prefix}def f({argument}):\n    raise SystemExit(0)\n")
     with pytest.raises(
         RewardError,
-        match=r"the reward function 'f' raised .*SystemExit: 0 \(.*mine_\d+.py, line 2: raise SystemExit\(0\)\); on 0#0",
+        match=r"the reward function 'f' raised .*SystemExit: 0 \(.*, line 2: raise SystemExit.*; on completion 0 of row 0\b",
     ):
         rewards.score([group("a", id="0")])
 
@@ -453,7 +455,10 @@ def test_an_async_function_that_ends_its_process_blames_no_single_completion(fun
         """
     )
     rewards = build_rewards([RewardSettings(function=f"{path}:f")], columns=())
-    with rewards, pytest.raises(RewardError, match=r"did not return: worker died \(exit code 7\); on 0#0, 0#1\n"):
+    with (
+        rewards,
+        pytest.raises(RewardError, match=r"did not return: worker died \(exit code 7\); on completions 0 of row 0, 1 of row 0$"),
+    ):
         rewards.score([group("a", "b", id="0")])
 
 
@@ -462,7 +467,8 @@ def test_an_async_function_that_ends_its_process_blames_no_single_completion(fun
 def test_r02_a_function_of_one_completion_names_the_one(one, group, prefix, timeout):
     rewards = one(f"{prefix}def f(completion): return 1 / (completion != 'c')", timeout=timeout)
     with pytest.raises(
-        RewardError, match=r"'f' raised ZeroDivisionError: division by zero.*; on 3/1#2, completion 'c' of the prompt '2\+2='"
+        RewardError,
+        match=r"'f' raised ZeroDivisionError.*; on completion 2 of row 1 .epoch 3.; the completion: 'c', the prompt: '2\+2='",
     ):
         rewards.score([group(*"abcd", id="3/1")])
 
@@ -479,7 +485,7 @@ def test_r03_p63_a_call_out_of_time_says_nothing_and_a_second_one_ends_the_run(o
     with one(code, timeout=0.5) as rewards:
         (scored,) = rewards.score([group("4", "5")])
         assert np.isnan(scored.rewards).all()
-        assert "1 of 1 calls of the reward function 'f' had no result within 0.5 s; the last on 0/0#0, 0/0#1" in caplog.text
+        assert "1 of 1 calls of the reward function 'f' had no result within 0.5 s; the last on completions 0 of row" in caplog.text
         with pytest.raises(RewardError, match=r"2 of 2 calls of the reward function 'f' .*; give it more time"):
             rewards.score([group("4", "5")])
 
@@ -507,7 +513,7 @@ def test_r03_p63_one_slow_completion_costs_no_other(one, group, prefix):
         assert scored.reward[[0, 2]].tolist() == [1.0, 3.0]
         assert np.isnan(scored.reward[1])
         rewards.score([group(*"1234567")])
-        with pytest.raises(RewardError, match=r"2 of 13 calls .* the last on 0/0#0;"):
+        with pytest.raises(RewardError, match=r"2 of 13 calls .* the last on completion 0 of row 0 .epoch 0.;"):
             rewards.score([group("x", "1", "2")])
 
 

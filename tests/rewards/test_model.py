@@ -238,7 +238,7 @@ def test_a_score_that_is_not_finite_ends_the_run(
     monkeypatch.setattr(
         "groupwise.models.reward_head.score_tokens", lambda policy, answers, budget: [np.full(3, np.nan)] * len(answers)
     )
-    with pytest.raises(RewardError, match="nan for completion 0/0#0"):
+    with pytest.raises(RewardError, match="nan for completion 0 of row 0 "):
         rewards.score([group])
 
 

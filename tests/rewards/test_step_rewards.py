@@ -118,5 +118,5 @@ def test_a_step_that_ends_outside_its_completion(group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "steps_outside.py").write_text(STEPS)
     rewards = build_rewards([RewardSettings(function="steps_outside.py:outside")], columns=[])
-    with pytest.raises(RewardError, match="'outside' ends a step of completion 0/0#0 at token 3; it has 3 tokens"):
+    with pytest.raises(RewardError, match=r"'outside' ends a step of completion 0 of row 0 .epoch 0. at token 3; it has 3 tokens"):
         rewards.score([group("ab")])

@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = "\n".join([f"{kind.__name__}: {error}", *getattr(error, "__notes__", ())])
         for keyword, option in OPTIONS.items():
             text = text.replace(keyword, option)
+        for name, (written, option) in KEYS.items():
+            text = written.sub(option, text) if name in vars(options) else text
         _tell(text)
         if error.everywhere:
             from groupwise.distributed import comm
@@ -145,6 +147,11 @@ OPTIONS = {
     "rewards=[FUNCTION]": "--reward NAME",
 }
 """Keywords as errors of the library name them -> options of the commands."""
+KEYS = {
+    "column": (re.compile(r"data\.columns: \{(\w+): YOURS\}"), r"--column \1=YOURS"),
+    "arg": (re.compile(r"args: \{(\w+): VALUE\}"), r"--arg \1=VALUE"),
+}
+"""Option of some commands -> the key of a recipe in whose place it stands, as errors write it, and how the option is written."""
 
 
 def _tell(text: str, before: str = "") -> None:

@@ -232,7 +232,7 @@ def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | No
     names = sorted(map(str, row))
     there = " ".join(escaped(", ".join(names[:20])).split("\n"))[:400] or "none"
     there += f" ... ({len(names)} columns)" if len(names) > 20 else ""
-    return f"{where}: no column {name!r}; there are: {there} (data.columns renames: {{{ours or name}: YOURS}})"
+    return f"{where}: no column {name!r}; there are: {there} (data.columns: {{{ours or name}: YOURS}} renames one)"
 
 
 def none_left(name: str, left_out: Sequence[LeftOut]) -> str:

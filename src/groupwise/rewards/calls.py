@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from groupwise.config.live_objects import LIVE
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.functions import RewardCall
 from groupwise.rewards.trainer_state import joined
@@ -50,10 +49,11 @@ class Outcome:
 def described(labels: Sequence[str]) -> str:
     """Completions in a message.
 
-    >>> described(["0#0", "0#1", "1#0", "1#1"])
-    '0#0, 0#1, 1#0 ... (4 completions)'
+    >>> described(["0 of row 5", "1 of row 5"]), described(["0 of row 5"] * 4)
+    ('completions 0 of row 5, 1 of row 5', 'completions 0 of row 5, 0 of row 5, 0 of row 5 ... (4 in all)')
     """
-    return ", ".join(labels[:3]) + (f" ... ({len(labels)} completions)" if len(labels) > 3 else "")
+    more = f" ... ({len(labels)} in all)" if len(labels) > 3 else ""
+    return f"completion{'s' if len(labels) > 1 else ''} {', '.join(labels[:3])}{more}"
 
 
 Texts = tuple[str, str]
@@ -65,24 +65,21 @@ def failure(reward: Reward, labels: Sequence[str], happened: str, texts: Texts |
 
     It may quote a completion: control characters are shown as escapes.
     """
-    return _resumable(reward, f"the reward function {reward.name!r} {happened}; {on} {described(labels)}", texts)
+    return _quoting(f"the reward function {reward.name!r} {happened}; {on} {described(labels)}", texts)
 
 
 def raised(reward: Reward, labels: Sequence[str], words: Mapping[str, str], texts: Texts | None = None) -> RewardError:
     """The error of a call that raised.   words: of `process_main.described`."""
     if words["kind"] == "RewardError":
-        return _resumable(reward, words["error"], texts)
+        return _quoting(words["error"], texts)
     where = f" ({words['where']})" if words["where"] else ""
     on = "on" if texts is None or reward.signature.single else "probably on"  # by variables, which outlive their loop
     return failure(reward, labels, f"raised {words['kind']}: {words['error']}{where}", texts, on)
 
 
-def _resumable(reward: Reward, message: str, texts: Texts | None) -> RewardError:
-    quoted = "" if texts is None else f", completion {texts[1]!r} of the prompt {texts[0]!r}"
-    error = RewardError(escaped(message, keep="") + quoted)
-    if not reward.spec.startswith(LIVE):
-        error.add_note("to resume from a saved step with a repaired file: accept_changes=True")
-    return error
+def _quoting(message: str, texts: Texts | None) -> RewardError:
+    quoted = "" if texts is None else f"; the completion: {texts[1]!r}, the prompt: {texts[0]!r}"
+    return RewardError(escaped(message, keep="") + quoted)
 
 
 def outcomes_of(calls: Sequence[RewardCall], answers: Sequence[Mapping[str, Any] | None]) -> list[Outcome]:

@@ -408,7 +408,7 @@ class Rewards:
         texts = [spoken(rollout) for rollout in rollouts]
         answered = any(episode is not None for episode in episodes)
         return Completions(
-            labels=[f"{rollout.prompt.id}#{rollout.index}" for rollout in rollouts],
+            labels=[rollout.place for rollout in rollouts],
             prompts=prompts,
             prompt_messages=[rollout.prompt.messages for rollout in rollouts],
             prompt_texts=[rollout.prompt.text for rollout in rollouts],
@@ -433,8 +433,7 @@ class Rewards:
             return None
         signals = []
         for index, rollout in enumerate(rollouts):
-            label = f"{rollout.prompt.id}#{rollout.index}"
-            parts = [step_signal(reward.name, column[index], len(rollout), label) for reward, column in columns]
+            parts = [step_signal(reward.name, column[index], len(rollout), rollout.place) for reward, column in columns]
             signals.append(combine(np.stack(parts, axis=1), tuple(reward.weight for reward, _ in columns)))
         return signals
 

@@ -178,7 +178,7 @@ def read_signature(
     if missing:
         raise ConfigError(
             f"the reward {name!r} asks for {listed(missing)}, {NO_COLUMN}; columns: {listed(columns)} (beside "
-            f"them: {', '.join(offered)}); rename a column by data.columns: {{{missing[0]}: yours}}, or set it by args"
+            f"them: {', '.join(offered)}); data.columns: {{{missing[0]}: YOURS}} renames one, args: {{{missing[0]}: VALUE}} sets it"
         )
     asks = [key for key in named if key in available and key not in arguments]
     if everything:  # as TRL: finish_reasons and prompt_ids only for those who name them

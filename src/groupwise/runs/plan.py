@@ -314,7 +314,7 @@ def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0, l
         ("data", f"{rows:,} prompts to train on, {_held_out(held_out, validation)}"),
         ("a step", f"{group.prompts_per_step} prompts x {group.group_size} completions = {completions} completions of at most "
                    f"{recipe.rollout.max_new_tokens} tokens"),
-        ("updates", f"{updates} per rollout ({group.updates_per_rollout} passes x {group.minibatches} minibatches), "
+        ("updates", f"{updates} per rollout (passes {group.updates_per_rollout} x minibatches {group.minibatches}), "
                     f"{steps * updates:,} in all"),
         ("in all", f"{steps:,} steps, {steps * completions:,} completions, {drawn / rows:.2f} epochs"),
     ]  # fmt: skip
