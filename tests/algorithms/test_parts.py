@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from groupwise.algorithms import advantages, losses
-from groupwise.algorithms.parts import describe
+from groupwise.algorithms.parts import checked_loss, describe
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import GroupSettings
@@ -179,6 +181,7 @@ def test_what_a_ratio_a_surrogate_or_a_kl_of_ones_own_gives_is_checked(
         ("def f(tokens, prompts):\n    pass", "gave None, expected a number for each of the 3 completions"),
         ("def f(tokens, prompts):\n    return [1.0]", "gave a list of 1, expected a number for each"),
         ("def f(tokens, prompts):\n    return 1 / tokens", "gave inf for completion 2"),
+        ("def f(tokens, prompts):\n    return -tokens", "gave -1 for completion 0: give finite numbers, 0 or more"),
     ],
 )
 def test_what_weights_of_ones_own_give_is_checked(text: str, message: str, resolved: Callable) -> None:
@@ -269,3 +272,63 @@ def test_every_part_of_the_table_can_be_called_as_its_kind_is() -> None:
     for name in ALGORITHMS:
         resolve(name, GroupSettings(), 8)
     assert math.isfinite(len(ALGORITHMS))
+
+
+ROWS = """
+from dataclasses import replace
+from groupwise.algorithms.table import ALGORITHMS
+row = replace(ALGORITHMS["grpo"], name="row", {change})
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("surrogate='clipped'", "objective: surrogate of 'my_rows.py:row' is 'clipped': give the function or object itself"),
+        ("extra=len", "objective: extra of 'my_rows.py:row' is <built-in function len>: give a tuple"),
+        ("extra=('len',)", "give a tuple, extra=(my_term,)"),
+    ],
+)
+def test_a_row_with_what_cannot_be_called_is_refused(
+    change: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rows.py").write_text(ROWS.format(change=change))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve("my_rows.py:row", GroupSettings(), 8)
+
+
+@pytest.mark.parametrize("part", ["f = lambda groups: []", "class F:\n    def __call__(self, groups): return []\nf = F()"])
+def test_a_signal_that_does_not_exist_is_no_fact(part: str, resolved: Callable) -> None:
+    with pytest.raises(ConfigError, match=r"reads 'values', which is no signal \(did you mean value\?\)"):
+        resolved(f"{part}\nf.reads = ('values',)\n", credit="my_parts.py:f")
+
+
+def test_an_object_that_cannot_be_called_is_no_part(resolved: Callable) -> None:
+    with pytest.raises(ConfigError, match="the surrogate is an object of F, which has no method __call__"):
+        resolved("class F:\n    pass\n", surrogate="my_parts.py:F")
+
+
+def test_who_reads_a_signal_without_declaring_it_hears_how_to(resolved: Callable, scored) -> None:
+    credit = resolved("def f(groups):\n    return [g.signals['value'] for g in groups]\n", credit="my_parts.py:f")
+    with pytest.raises(ConfigError, match=r"KeyError: 'value' .*: declare that it reads it: f.reads = \('value',\)"):
+        credit.advantages([scored([1.0, 0.0])])
+
+
+def test_who_reads_a_field_that_nothing_fills_hears_what_fills_it(resolved: Callable, random_terms) -> None:
+    text = "def f(terms):\n    return terms.logp_M - terms.reference_logp_M\n"
+    surrogate = resolved(text, surrogate="my_parts.py:f")
+    with pytest.raises(ConfigError, match=r"'NoneType'.*reference_logp_M without a KL in the loss \(group.beta\)"):
+        surrogate.loss(replace(random_terms((2, 2)), reference_logp_M=None))
+
+
+def test_a_term_that_reads_values_must_depend_on_them(random_terms) -> None:
+    def constant(terms: losses.Terms) -> torch.Tensor:
+        return terms.advantage_M
+
+    constant.reads = ("value",)
+    terms = random_terms((2, 2))
+    value_M = torch.zeros(4, requires_grad=True)
+    with pytest.raises(ConfigError, match=r"the extra term 'constant' .* compute them from terms\.value_M") as refused:
+        checked_loss("extra", constant, constant(terms), terms.logp_M.detach(), critic_M=value_M)
+    assert refused.value.key == "objective"

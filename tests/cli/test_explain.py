@@ -15,6 +15,7 @@ from groupwise.api.explain import render, work, work_of_run
 from groupwise.cli import commands
 from groupwise.config.settings import GroupSettings
 from groupwise.errors import ConfigError
+from groupwise.runs.plan import algorithm_line
 
 SHOWN = [name for name, row in ALGORITHMS.items() if row.divergence is None]
 
@@ -31,6 +32,22 @@ def test_terms_of_ones_own_are_named_as_left_out() -> None:
     text = render(replace(example, algorithm=replace(example.algorithm, extra=(near,))))
     assert "left out: near, which the run adds to this loss" in text
     assert "left out" not in render(work(preset="ppo"))
+
+
+def test_a_row_made_of_another_does_not_show_that_one_s_equation() -> None:
+    example = work()
+    head = render(replace(example, algorithm=replace(example.algorithm, name="mine", weights=lambda tokens, prompts: tokens)))
+    assert head.startswith("mine: grpo with other parts\n") and "loss = -1/R sum_i" not in head
+    named = replace(example.algorithm, name="mine", weights=lambda tokens, prompts: tokens, equation="of mine")
+    assert "loss = of mine" in render(replace(example, algorithm=named))
+
+
+def test_the_plan_names_terms_of_ones_own() -> None:
+    def near(terms: object) -> object:
+        return terms
+
+    assert "; plus near;" in algorithm_line(replace(ALGORITHMS["grpo"], extra=(near,)))
+    assert "plus" not in algorithm_line(ALGORITHMS["ppo"])
 
 
 def test_the_default_example_by_hand() -> None:

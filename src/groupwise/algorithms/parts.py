@@ -26,6 +26,7 @@ from annotated_types import Ge, Gt, Le
 
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.records import Scored
+from groupwise.utils.spelling import closest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,6 +115,13 @@ INPUTS = {
     "extra": ("terms",),
 }
 """What each kind of part is called with."""
+READS = ("value", "teacher_logp", "process")
+"""What a credit may read beside rewards; an extra term also `teacher`."""
+UNFILLED = (
+    ": a field of Terms is None that nothing needs: reference_logp_M without a KL in the loss (group.beta), value_M and divergence "
+    "unless an extra term reads `value` or `teacher`"
+)
+"""A hint for messages about None."""
 
 
 def fact(part: Callable[..., Any], name: str) -> Any:
@@ -206,7 +214,7 @@ def describe(part: Callable[..., Any]) -> str:
 
 def label(kind: str, part: Callable[..., Any]) -> str:
     """A part in a message, with file and line where it is not built in: `the credit 'rank' (my_adv.py:12)`."""
-    code = _code(part)
+    code, kind = _code(part), "extra term" if kind == "extra" else kind
     place = "" if code is None or is_built_in(part) else f" ({_near(code.co_filename)}:{code.co_firstlineno})"
     return f"the {kind} {name_of(part)!r}{place}"
 
@@ -218,17 +226,29 @@ def is_built_in(part: Callable[..., Any]) -> bool:
 
 def refused(kind: str, part: Callable[..., Any], message: str) -> ConfigError:
     """The error about a part, with its key of the recipe.   message: what the part does wrong, behind its name."""
-    return ConfigError(f"{label(kind, part)} {message}", key=f"group.{kind}")
+    return ConfigError(f"{label(kind, part)} {message}", key=_key(kind))
+
+
+def _key(kind: str) -> str:
+    """The key of a recipe that a kind of part comes from."""
+    return "objective" if kind == "extra" else f"group.{kind}"
 
 
 def check_inputs(kind: str, part: Callable[..., Any]) -> None:
-    """Raises ConfigError if a part cannot be called with what its kind is called with."""
-    names = INPUTS[kind]
+    """Raises ConfigError if a part cannot be called with what its kind is called with, or reads a signal that there is not."""
+    names, key = INPUTS[kind], _key(kind)
+    if not callable(part):
+        value = f"{part!r}" if isinstance(part, str) else f"an object of {type(part).__name__}, which has no method __call__"
+        raise ConfigError(f"{key}: the {kind} is {value}: give a function, or an object that can be called", key=key)
     try:
         inspect.signature(part).bind(*names)
     except TypeError as error:
-        message = f"group.{kind}: {label(kind, part)} is called with {', '.join(names)} and nothing else: {error}"
-        raise ConfigError(message, key=f"group.{kind}") from None
+        message = f"{key}: {label(kind, part)} is called with {', '.join(names)} and nothing else: {error}"
+        raise ConfigError(message, key=key) from None
+    signals = (*READS, "teacher") if kind == "extra" else READS
+    for name in fact(part, "reads") if kind in ("credit", "extra") else ():
+        if name not in signals:
+            raise refused(kind, part, f"reads {name!r}, which is no signal{closest(name, signals)}: there are {', '.join(signals)}")
 
 
 def called(kind: str, part: Callable[..., Any], *inputs: Any) -> Any:
@@ -247,7 +267,19 @@ def naming(kind: str, part: Callable[..., Any]) -> Iterator[None]:
     except Exception as error:  # whatever somebody's function raises
         if is_built_in(part):
             raise
-        raise refused(kind, part, f"raised {type(error).__name__}: {error}{_raised_at(part, error)}") from error
+        message = f"raised {type(error).__name__}: {error}{_raised_at(part, error)}{_remedy(kind, part, error)}"
+        raise refused(kind, part, message) from error
+
+
+def _remedy(kind: str, part: Callable[..., Any], error: Exception) -> str:
+    """For what a part raised because it read what was not computed for it."""
+    if kind in ("surrogate", "extra") and "NoneType" in str(error):
+        return UNFILLED
+    name = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
+    name = "value" if name == "return" else name
+    if kind in ("credit", "extra") and name in READS and name not in fact(part, "reads"):
+        return f": declare that it reads it: {name_of(part)}.reads = ({name!r},)"
+    return ""
 
 
 def checked_advantages(credit: Callable[..., Any], output: Any, groups: Sequence[Scored]) -> list[list[np.ndarray]]:
@@ -291,10 +323,11 @@ def _advantage(credit: Callable[..., Any], output: Any, group: Scored, i: int) -
     raise refused("credit", credit, f"gave {wrong:g} for {whose}, whose reward is {reward:g}: give finite numbers")
 
 
-def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tensor) -> Tensor:
+def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tensor, *, critic_M: Tensor | None = None) -> Tensor:
     """What a ratio, a surrogate, a KL, a divergence or a term gave: a number for each token (M,), differentiable, and not NaN
     where the log-probs are not.
 
+    critic_M: the critic's values, which a term that reads them must depend on.
     An infinite one may be an overflow of any loss: the optimizer leaves such a step out.
     """
     import torch
@@ -307,6 +340,8 @@ def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tens
         return value_M
     if fact(part, "reads_logp") and logp_M.requires_grad and torch.is_grad_enabled() and not value_M.requires_grad:
         raise refused(kind, part, "gave numbers without a gradient: compute them from the log-probs, undetached")
+    if critic_M is not None and critic_M.requires_grad and torch.is_grad_enabled() and not value_M.requires_grad:
+        raise refused(kind, part, "gave numbers without a gradient: compute them from terms.value_M, undetached")
     wrong_M = value_M.detach().isnan() & ~logp_M.detach().isnan()
     if wrong_M.any():
         logp = float(logp_M.detach()[wrong_M][0])
@@ -315,15 +350,16 @@ def checked_loss(kind: str, part: Callable[..., Any], value_M: Any, logp_M: Tens
 
 
 def checked_weights(part: Callable[..., Any], output: Any, completions: int) -> np.ndarray:
-    """What weights gave: a finite number for each completion, float64 (R,)."""
+    """What weights gave: a finite number for each completion, 0 or more, float64 (R,)."""
     weight_R = _numbers(output)
     if weight_R.shape != (completions,):
         hint = ": is there a return?" if output is None else ""
         expected = f"expected a number for each of the {completions} completions"
         raise refused("weights", part, f"gave {_described(output)}, {expected}{hint}")
-    if not np.isfinite(weight_R).all():
-        place = int(np.flatnonzero(~np.isfinite(weight_R))[0])
-        raise refused("weights", part, f"gave {weight_R[place]:g} for completion {place}: give finite numbers")
+    wrong_R = ~(np.isfinite(weight_R) & (weight_R >= 0))
+    if wrong_R.any():
+        place = int(np.flatnonzero(wrong_R)[0])
+        raise refused("weights", part, f"gave {weight_R[place]:g} for completion {place}: give finite numbers, 0 or more")
     return weight_R
 
 

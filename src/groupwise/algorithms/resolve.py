@@ -17,13 +17,15 @@ from groupwise.algorithms.parts import bare, check_inputs, describe, fact, name_
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported
-from groupwise.utils.spelling import nearest
+from groupwise.utils.spelling import closest
 
 if TYPE_CHECKING:
     from groupwise.config.settings import CriticSettings, GroupSettings, Part
 
 KLS_IN_REWARD = ("k1", "k3")
 """Estimators that a credit with the option `kl` can subtract from the reward."""
+KINDS = ("credit", "ratio", "surrogate", "weights", "kl")
+"""The parts that every algorithm has."""
 SETTINGS = {"beta", "kl"}
 """Options of parts that are settings of their own."""
 
@@ -44,7 +46,7 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int, critic: C
     algorithm = with_group(row, group, max_new_tokens, critic)
     for keys, message in conflicts(algorithm, row, group):
         raise ConfigError(message, key=keys[0])
-    for kind in ("credit", "ratio", "surrogate", "weights", "kl"):
+    for kind in KINDS:
         check_inputs(kind, getattr(algorithm, kind))
     for kind, part in (("divergence", algorithm.divergence), ("filter", algorithm.keeps)):
         if part is not None:
@@ -59,11 +61,18 @@ def row_of(objective: str) -> Algorithm:
     if ":" not in objective:
         if objective in ALGORITHMS:
             return ALGORITHMS[objective]
-        near = _closest(objective, ALGORITHMS)
+        near = closest(objective, ALGORITHMS)
         raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
     row = imported("objective", objective)
     if not isinstance(row, Algorithm):
         raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}", key="objective")
+    for kind in KINDS:
+        if not callable(part := getattr(row, kind)):
+            raise ConfigError(
+                f"objective: {kind} of {objective!r} is {part!r}: give the function or object itself", key="objective"
+            )
+    if not isinstance(row.extra, tuple | list) or not all(map(callable, row.extra)):
+        raise ConfigError(f"objective: extra of {objective!r} is {row.extra!r}: give a tuple, extra=(my_term,)", key="objective")
     return row
 
 
@@ -189,7 +198,7 @@ def _read(
             problems.append((f"{at}.{name}", f"{at}: {name} is a setting of its own, group.{name}; got {value!r} here"))
         elif name not in known:
             takes = f"it takes {', '.join(settable)}" if settable else "it takes none"
-            message = f"{at}.{name}: {name_of(part)} has no such keyword ({takes}){_closest(name, settable)}"
+            message = f"{at}.{name}: {name_of(part)} has no such keyword ({takes}){closest(name, settable)}"
             problems.append((f"{at}.{name}", message))
         else:
             annotation = known[name].annotation
@@ -220,7 +229,7 @@ def _named(kind: str, setting: Part | None, preset: Callable | None) -> tuple[Ca
         return names[name], keywords
     if ":" not in name:
         others = [f"group.{other}" for other, known in PARTS.items() if name in known]
-        hint = f" (which is one of {' and '.join(others)})" if others else _closest(name, names)
+        hint = f" (which is one of {' and '.join(others)})" if others else closest(name, names)
         ours = f"one of {', '.join(names)} or module:function" if names else "module:function"
         raise ConfigError(f"{at}: must be {ours}; got {name!r}{hint}", key=at)
     try:
@@ -231,8 +240,3 @@ def _named(kind: str, setting: Part | None, preset: Callable | None) -> tuple[Ca
     if not callable(part):
         raise ConfigError(f"{at}: {name!r} is not a function but {type(part).__name__}", key=at)
     return part, keywords
-
-
-def _closest(word: str, words: Any) -> str:
-    near = nearest(word, words)
-    return "" if near is None else f" (did you mean {near}?)"

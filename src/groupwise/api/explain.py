@@ -9,17 +9,18 @@ M trained tokens, one completion after the other   K reward functions (here 1)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
 from groupwise.algorithms import diagnostics
-from groupwise.algorithms.parts import describe, is_built_in, options, with_options
+from groupwise.algorithms.parts import describe, is_built_in, name_of, options, with_options
 from groupwise.algorithms.resolve import resolve
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import DATASET, GroupSettings, is_online
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
@@ -284,11 +285,8 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
 def render(example: WorkedExample) -> str:
     """A worked example as plain text."""
     algorithm = example.algorithm
-    parts = (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)
     lines = [
-        f"{algorithm.name}: {algorithm.summary}",
-        f"  {' x '.join(describe(part) for part in parts)}",
-        f"  loss = {algorithm.equation}" + (f"  (arXiv {algorithm.paper})" if algorithm.paper else ""),
+        *_head(algorithm),
         *_left_out(algorithm),
         "",
         "1. Rewards of one group",
@@ -306,6 +304,23 @@ def render(example: WorkedExample) -> str:
     if not example.passes:
         lines += ["", "Nothing is left to train."]
     return "\n".join(lines)
+
+
+def _head(algorithm: Algorithm) -> list[str]:
+    """Name, parts and equation.  A row made of another one, with a part changed, still has the other one's equation."""
+    parts, equation = (
+        _parts(algorithm),
+        f"  loss = {algorithm.equation}" + (f"  (arXiv {algorithm.paper})" if algorithm.paper else ""),
+    )
+    names, rows = list(map(name_of, parts)), [row for row in ALGORITHMS.values() if row.equation == algorithm.equation]
+    line = f"  {' x '.join(map(describe, parts))}"
+    if not rows or names in [list(map(name_of, _parts(row))) for row in rows]:
+        return [f"{algorithm.name}: {algorithm.summary}", line, equation]
+    return [f"{algorithm.name}: {rows[0].name} with other parts", line]
+
+
+def _parts(algorithm: Algorithm) -> tuple[Callable[..., Any], ...]:
+    return algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights
 
 
 def _left_out(algorithm: Algorithm) -> list[str]:

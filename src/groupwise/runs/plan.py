@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from groupwise.algorithms.parts import describe
+from groupwise.algorithms.parts import describe, is_built_in
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import ModelSettings, Recipe, engine_traits, positions_of
 from groupwise.config.validation import STAGE
@@ -365,9 +365,11 @@ def size(count: float) -> str:
 
 
 def algorithm_line(algorithm: Algorithm) -> str:
-    """An algorithm as its four parts."""
+    """An algorithm as its four parts, and what is added to them."""
+    terms = [describe(term) for term in algorithm.extra if not is_built_in(term)]
     parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
     kl = f", KL {describe(algorithm.kl)} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    kl += f"; plus {', '.join(terms)}" if terms else ""
     kl += "; a critic" if algorithm.needs_value else ""
     kl += f"; {describe(algorithm.divergence)} from a teacher" if algorithm.divergence is not None else ""
     kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""

@@ -85,7 +85,8 @@ class Loss:
 
     def term_loss(self, batch: Batch, term: Callable[..., Any], terms: Terms, rows_C: Tensor) -> Tensor:
         """An extra term's part of the loss: `sum(weight x term)`, by the term's column of weights."""
-        loss_C = checked_loss("extra", term, called("extra", term, terms), terms.logp_M)
+        values_C = terms.value_M if "value" in fact(term, "reads") else None
+        loss_C = checked_loss("extra", term, called("extra", term, terms), terms.logp_M, critic_M=values_C)
         return (weight(batch, name_of(term), rows_C) * loss_C).sum()
 
     def terms(self, batch: Batch, logp_C: Tensor, entropy_C: Tensor | None, rows_C: Tensor) -> Terms:
