@@ -289,7 +289,7 @@ def test_a_large_model_on_a_cpu_is_asked_less_and_behind_its_windows_still(monke
     monkeypatch.setattr(texts, "LARGE", 100)
     small = proven(MistralForCausalLM, MistralConfig, changes={"sliding_window": 40}, sampler=NATIVE, recompute=True)
     assert small.paths == ("scoring", "training", "recompute", "sampling")
-    assert small.lengths[-1] == 42 < full.lengths[-1] and small.lengths[0] <= 5
+    assert small.lengths[-1] == 42 < full.lengths[-1] and small.lengths[0] <= 7
     with pytest.raises(ConfigError, match=r"IgnoresItsWindow .*: scoring"):
         proven(planted.IgnoresItsWindow, MistralConfig, changes={"sliding_window": 40})
     with pytest.raises(ConfigError, match=r"ForgetsAGradient .*: training"):
@@ -538,6 +538,7 @@ def test_a_class_of_ones_own_is_proven_every_time(count: Callable[[], int]) -> N
 def test_texts_lie_on_both_sides_of_what_the_run_reaches() -> None:
     policy = make_policy(built(MistralForCausalLM, MistralConfig, sliding_window=30, **WIDE), TOKENIZER)
     for longest, across in ((20, False), (60, True)):
-        sizes = [prompt.size for prompt in texts.prompts_of(policy, SMALL, longest, 0)]
+        prompts = [prompt for prompt, _ in texts.prompts_of(policy, SMALL, longest, 0)]
+        sizes = [prompt.size for prompt in prompts]
         assert (max(sizes) >= 28) == across and max(sizes) < longest
-        assert all(ids.dtype == np.int64 and ids.max() < policy.vocabulary for ids in texts.prompts_of(policy, SMALL, longest, 0))
+        assert all(ids.dtype == np.int64 and ids.max() < policy.vocabulary for ids in prompts)

@@ -89,8 +89,13 @@ def empty_model(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trus
 def check_finite(model: PreTrainedModel) -> None:
     """Raises Diverged if a parameter is not finite; of a sharded model on all processes, which must all call it."""
     parameters = dict(model.named_parameters())
-    names = [name for name, parameter in parameters.items() if not bool(torch.isfinite(fsdp.own(parameter)).all())][:1]
+    names = [name for name, parameter in parameters.items() if not _is_finite(fsdp.own(parameter).detach())][:1]
     if any(fsdp.own(parameter) is not parameter for parameter in parameters.values()):
         names = comm.gather(names)
     if names:
         raise Diverged(f"the checkpoint's parameter {names[0]} holds numbers that are not finite: load another checkpoint")
+
+
+def _is_finite(x: Tensor) -> bool:
+    """A sum reads the numbers once; one of finite numbers may overflow."""
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())

@@ -1,4 +1,4 @@
-"""Two ways through a model: its own forward and backward pass, one sequence at a time; and that of a run, packed and fused.
+"""Two ways through a model: its own forward and backward pass, unpadded; and that of a run, packed and fused.
 
 Both give the same of each text: log-probs of the completion's tokens, or a scoring model's score; and the gradients of the weighted
 sum of their squares.
@@ -27,7 +27,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import head_scores, reads_tokens
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
-from groupwise.proof.texts import Text
+from groupwise.proof.texts import NEAR, Text
 
 MANY = 30_000_000
 """Parameters of a model of which the gradients of all are compared; of a larger one see `some_gradients`."""
@@ -48,33 +48,40 @@ class PassResults:
 
 
 def model_pass(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
-    """By the model's own pass, one text at a time."""
-    model, scores, results = policy.model.eval(), reads_tokens(policy), PassResults([])
+    """By the model's own pass: one text at a time, or short ones of one length beside each other."""
+    model, scores, device = policy.model.eval(), reads_tokens(policy), policy.device
+    values, first, drawn = dict[int, np.ndarray](), dict[int, Tensor](), dict[int, np.ndarray]()
     model.zero_grad(set_to_none=True)
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
+    batches: dict[tuple[int, int], list[int]] = {}
+    for place, text in enumerate(texts):
+        batches.setdefault((text.size, place if scores or text.size > NEAR else -1), []).append(place)
     with plain_attention(model), torch.set_grad_enabled(gradients):
-        for text in texts:
-            sample = text.sample
-            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
-            options = {"logits_to_keep": sample.completion.size} if few else {}
+        for places in batches.values():
+            samples = [texts[place].sample for place in places]
+            ids = torch.from_numpy(np.stack([np.concatenate([one.prompt, one.completion[:-1]]) for one in samples])).to(device)
+            options = {"logits_to_keep": max(one.completion.size for one in samples)} if few else {}
             with policy.precision():
-                logits = model(input_ids=ids[None], use_cache=False, **options).logits
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            if scores:
-                value_N = logits[0]
-            else:
-                logits_NV = logits[0, -sample.completion.size :, : policy.vocabulary]
-                logp_NV = logits_NV.log_softmax(-1)
-                value_N = logp_NV.gather(1, torch.from_numpy(sample.completion).to(policy.device)[:, None])[:, 0]
-                results.first.append(logp_NV[0].detach())
-                if text.rollout is not None:
-                    results.drawn.append(_drawn(text, logits_NV.detach().double()))
-            if gradients and value_N.requires_grad:
-                weight_N = torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N)
-                (weight_N * value_N.square()).sum().backward()
-            results.values.append(value_N.detach().double().cpu().numpy())
-    results.gradient.update(take_gradients(policy) if gradients else {})
-    return results
+                logits = model(input_ids=ids, use_cache=False, **options).logits
+            logits, losses = logits.to(torch.promote_types(logits.dtype, torch.float32)), []
+            for place, sample, value_N in zip(places, samples, logits, strict=True):
+                if not scores:
+                    logits_NV = value_N[-sample.completion.size :, : policy.vocabulary]
+                    logp_NV = logits_NV.log_softmax(-1)
+                    value_N = logp_NV.gather(1, torch.from_numpy(sample.completion).to(device)[:, None])[:, 0]
+                    first[place] = logp_NV[0].detach()
+                    if texts[place].rollout is not None:
+                        drawn[place] = _drawn(texts[place], logits_NV.detach().double())
+                losses.append((torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N) * value_N.square()).sum())
+                values[place] = value_N.detach().double().cpu().numpy()
+            if losses[0].requires_grad:
+                torch.stack(losses).sum().backward()
+    return PassResults(
+        values=[values[place] for place in sorted(values)],
+        gradient=take_gradients(policy) if gradients else {},
+        drawn=[drawn[place] for place in sorted(drawn)],
+        first=[first[place] for place in sorted(first)],
+    )
 
 
 def _drawn(text: Text, logits_NV: Tensor) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The proof: what a run computes with the model that is there equals the model's own forward and backward pass.
 
-It is made where the policy lies and in its type, on texts of the run's lengths, one sequence at a time against packed streams.
+It is made where the policy lies and in its type, on texts of the run's lengths, each by itself against packed streams.
 Compared are log-probs of given tokens (`scoring`), gradients of an update (`training`, `recompute`, `router`), and the log-probs
 that an engine draws with (`sampling`, `conversations`).  What differs is refused.
 
@@ -169,13 +169,12 @@ class _Case:
             raise ConfigError(f"{self.family} cannot be trained like this: it fails ({_words(error)}); {self.remedy}") from error
 
     def compare_all(self) -> tuple[list[Text], list[str], float]:
-        """As `compared`.  Gradients are compared of short texts; of a large model on a CPU of one group alone."""
+        """As `compared`.  Gradients are compared of short texts."""
         policy, size, sampler, paths = self.policy, size_of(self.policy), self.sampler, [self.path]
-        texts, failed = self.texts()
-        groups = [text.sample.group for text in texts]
-        learn = [text for text in texts if text.size <= NEAR and (size is FULL or groups.count(text.sample.group) > 1)]
-        others = [text for text in texts if text not in learn]
-        texts = [*learn, *others]
+        drawn_texts, failed = self.texts()
+        texts = sorted(drawn_texts, key=lambda text: text.size > NEAR)
+        learn = [text for text in texts if text.size <= NEAR]
+        others = texts[len(learn) :]
         with some_gradients(policy, head=size is FULL):
             expected, beside = model_pass(policy, learn, gradients=self.train), model_pass(policy, others, gradients=False)
             if not self.coarse:

@@ -71,12 +71,26 @@ class Text:
         return self.rollout.behavior_logp[:count][self.rollout.trained[:count]]
 
 
+NEAR = 96
+"""Tokens of the longest text whose gradients are compared."""
+ACROSS = 8192
+"""Tokens of the longest text that lies behind a length at which the model changes: in single operations attention is quadratic."""
+FEW = 6
+"""Tokens left for a completion behind the longest prompt."""
+Cuts = tuple[int, ...]
+"""Tokens of the completions behind a prompt that are compared: of the first of a group and the last, or of the last alone."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
     """How many texts, and how long."""
 
-    prompts: tuple[int, ...]
-    """Tokens of those that are always there; some are of one length, and one is a single token."""
+    prompts: tuple[tuple[int, Cuts], ...]
+    """Tokens of those that are always there, and what is compared behind them."""
+    others: Cuts
+    """Behind other prompts of at most `NEAR` tokens; behind longer ones the last of it."""
+    beside: tuple[int, ...]
+    """Where prompts end, from a length at which the model changes."""
     group: int
     rows: int
     """Completions that are decoded at a time, fewer than all, so that some wait."""
@@ -88,17 +102,13 @@ class Size:
     """Tokens of the longest text, if the run reaches them."""
 
 
-FULL = Size(prompts=(1, 9, 9), group=8, rows=24, tokens=70, talk=70, far=1040)
-SMALL = Size(prompts=(1, 9), group=2, rows=3, tokens=5, talk=12, far=0)
-"""On a CPU, of a model of more than `LARGE` parameters: a pass takes long there.  Far texts are left out, but those that lie behind
-a length at which the model changes."""
+FULL = Size(  # prompts of one length, and of a single token
+    prompts=((1, (2, 7)), (9, (2, 7)), (9, (2, 70))), others=(2, 7), beside=(-2, 1), group=8, rows=24, tokens=70, talk=70, far=1040
+)
+SMALL = Size(prompts=((4, (4,)), (5, (3, 3))), others=(4,), beside=(-1,), group=2, rows=3, tokens=4, talk=12, far=0)
+"""On a CPU, of a model of more than `LARGE` parameters: a pass takes long there, and texts of one length take one.  Far texts are
+left out, but those that lie behind a length at which the model changes."""
 LARGE = 5_000_000
-NEAR = 96
-"""Tokens of the longest text whose gradients are compared."""
-ACROSS = 8192
-"""Tokens of the longest text that lies behind a length at which the model changes: in single operations attention is quadratic."""
-FEW, CUTS = 6, (2, 7)
-"""Tokens left for a completion behind the longest prompt; tokens of a group's texts, but of one that is compared whole."""
 
 
 def size_of(policy: Policy) -> Size:
@@ -120,14 +130,15 @@ def switches(model: nn.Module, longest: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if isinstance(size, int) and 0 < size < min(longest, ACROSS)))
 
 
-def prompts_of(policy: Policy, size: Size, longest: int, seed: int) -> list[np.ndarray]:
-    """Random ones for texts of at most `longest` tokens."""
+def prompts_of(policy: Policy, size: Size, longest: int, seed: int) -> list[tuple[np.ndarray, Cuts]]:
+    """Random ones for texts of at most `longest` tokens, and what is compared behind each."""
     rng, changes = np.random.default_rng(seed), switches(policy.model, longest)
-    near = [max(min(length, longest - 2), 1) for length in size.prompts]
-    across = [at + step for at in changes for step in ((-2, 1) if size is FULL else (-2,))]
+    near = [(max(min(length, longest - 2), 1), cuts) for length, cuts in size.prompts]
+    across = [at + step for at in changes for step in size.beside]
     across += [2 * at - 2 for at in changes if 2 * at < size.far]
     far = {length for length in (*across, min(longest, size.far) - FEW) if 0 < length < longest}
-    return [_ids(policy, rng, length) for length in [*near, *sorted(far)]]
+    beyond = [(length, size.others if length <= NEAR else size.others[-1:]) for length in sorted(far)]
+    return [(_ids(policy, rng, length), cuts) for length, cuts in [*near, *beyond]]
 
 
 def _ids(policy: Policy, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -141,17 +152,16 @@ def _ids(policy: Policy, rng: np.random.Generator, n: int) -> np.ndarray:
 def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Text]:
     """Texts that no engine drew."""
     rng, texts = np.random.default_rng(seed), list[Text]()
-    for place, prompt in enumerate(prompts_of(policy, size, longest, seed)):
-        whole = place == len(size.prompts) - 1
-        first = CUTS[:1] if prompt.size <= NEAR and (whole or size is FULL) else ()
-        for n in {min(n, longest - prompt.size) for n in (*first, size.tokens if whole else CUTS[1])}:
-            text, begin = np.concatenate([prompt, _ids(policy, rng, n)]), prompt.size if prompt.size <= NEAR else FEW
+    for place, (prompt, cuts) in enumerate(prompts_of(policy, size, longest, seed)):
+        begin = prompt.size if prompt.size <= NEAR else FEW
+        for n in cuts:
+            text = np.concatenate([prompt, _ids(policy, rng, min(n, longest - prompt.size))])
             texts.append(Text(_sample(policy, str(place), text[:begin], text[begin:])))
     return texts
 
 
 def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0, *, talks: bool = False) -> list[Text]:
-    """What an engine draws: of each group the first and the last, of a long one the last.   talks: in turns."""
+    """What an engine draws.   talks: in turns."""
     no_text: Any = SimpleNamespace(decode=lambda ids, **_: "")
     endless = replace(policy, eos_ids=(), context=longest, tokenizer=no_text)
     world = SimpleNamespace(begin=lambda stream, *, seed: _RandomReplies(policy.vocabulary, stream, seed)) if talks else None
@@ -162,19 +172,16 @@ def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int 
         stop=(),
         temperature=sampler.sampling.temperature or 1.0,
     )
-    prompts = [
-        Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, ids in enumerate(prompts_of(policy, size, longest, seed))
-    ]
+    columns = prompts_of(policy, size, longest, seed)
+    prompts = [Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, (ids, _) in enumerate(columns)]
+    cuts = {prompt.id: (size.talk,) if talks else cuts for prompt, (_, cuts) in zip(prompts, columns, strict=True)}
     groups: list[Sequence[Rollout]] = list(engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed))
     if size is FULL and not talks:  # one that is decoded alone; a small size has one that has waited for all others
         groups += engine.generate([replace(prompts[1], id="alone")], group_size=1, sampling=sampling, seed=seed)
     texts = []
     for group in groups:
-        whole = group[0].prompt.id == prompts[len(size.prompts) - 1].id
-        pair = not talks and group[0].prompt.tokens.size <= NEAR and len(group) > 1 and (whole or size is FULL)
-        members = (group[0], group[-1]) if pair else group[-1:]
-        for rollout, cut in zip(members, CUTS[-len(members) :], strict=True):
-            n = len(rollout) if (whole or talks) and rollout is group[-1] else min(cut, len(rollout))
+        lengths = cuts.get(group[0].prompt.id, size.others[-1:])
+        for rollout, n in zip((group[0], group[-1])[-len(lengths) :], lengths, strict=True):
             texts.append(Text(_sample(policy, rollout.prompt.id, rollout.prompt.tokens, rollout.tokens[:n]), rollout))
     return sorted(texts, key=lambda text: text.sample.group)
 
