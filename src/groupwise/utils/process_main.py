@@ -109,12 +109,13 @@ def supervise(
     if not LINUX:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker, signal.SIGKILL)
-    give_up = time.monotonic() + 10.0
+    give_up, alone = time.monotonic() + 10.0, [worker] if status is None else []
     while children and time.monotonic() < give_up:
-        for process in descendants(os.getpid()):
+        for process in alone or descendants(os.getpid()):  # to look through all processes of a machine takes milliseconds
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.001)
+        alone = []
         ended, children = _reap(worker)
         status = ended if status is None else status
     if output is not None:
