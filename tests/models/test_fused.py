@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from groupwise.config.settings import ModelSettings, OptimizerSettings
 from groupwise.data.packing import pack
-from groupwise.models.fused import fused_modules
+from groupwise.models import layers
+from groupwise.models.fused import _BY_CLASS, fused_modules
 from groupwise.models.passes import forward
 from groupwise.ops import attention, functional, kernels, linear_cross_entropy
 from groupwise.ops.functional import mlp, rms_norm, rotary
@@ -587,3 +589,10 @@ def test_a_layer_of_an_mlp_with_a_forward_of_its_own_runs_it(family: str, tiny_p
     expected = forward(policy, batch).hidden_PD
     with fused_modules(policy.model):
         torch.testing.assert_close(forward(policy, batch).hidden_PD, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_classes_that_are_known_by_name_are_there() -> None:
+    """A name that nothing has would switch a form off without a word."""
+    for name in (*layers._READERS, *layers.MODELS, *_BY_CLASS):
+        module, _, kind = name.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), kind), type), name

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
-from groupwise.models.layers import MLP, Attention, Norm, describe
+from groupwise.models.layers import MLP, Attention, Norm, class_name, describe, family_class
 from groupwise.ops.functional import (
     EmbeddingRows,
     Linear,
@@ -72,7 +71,7 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
             return partial(_mlp, mlp, Conv1D in kinds) if kinds in ({nn.Linear}, {Conv1D}) else None
         case MLP():
             return None
-    form = _BY_CLASS.get(type(module))
+    form = _BY_CLASS.get(class_name(type(module)))
     return None if form is None else MethodType(form, module)
 
 
@@ -157,10 +156,10 @@ def _gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
     return gated(gate.to(normed.dtype).contiguous(), normed)
 
 
-_BY_CLASS: dict[type[nn.Module], Callable[..., Any]] = {
-    nn.Embedding: _embedding,
-    nn.Linear: _linear,
-    Conv1D: _linear,
-    NewGELUActivation: _gelu,
-    Qwen3_5RMSNormGated: _gated_norm,
+_BY_CLASS: dict[str, Callable[..., Any]] = {
+    class_name(nn.Embedding): _embedding,
+    class_name(nn.Linear): _linear,
+    class_name(Conv1D): _linear,
+    class_name(NewGELUActivation): _gelu,
+    family_class("qwen3_5", "RMSNormGated"): _gated_norm,
 }

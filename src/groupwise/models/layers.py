@@ -12,33 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,  # type: ignore[attr-defined]
-    Qwen3_5ForConditionalGeneration,  # type: ignore[attr-defined]
-    Qwen3ForCausalLM,
-)
 from transformers.activations import NewGELUActivation, SiLUActivation
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer, MistralMLP, MistralRMSNorm
-from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5Attention,
-    Qwen3_5DecoderLayer,
-    Qwen3_5GatedDeltaNet,
-    Qwen3_5MLP,
-    Qwen3_5RMSNorm,
-)
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.masks import reach_of
@@ -148,12 +127,24 @@ def matrix_of(linear: Any) -> tuple[Tensor, Tensor | None]:
 
 
 Description = Norm | Attention | DeltaNet | MLP | Layer
+Reader = Callable[[Any], Description | None]
 
 
 def describe(module: nn.Module) -> Description | None:
     """What a module is, or None."""
-    reader = _READERS.get(type(module))
+    reader = _READERS.get(class_name(type(module)))
     return None if reader is None else reader(module)
+
+
+@cache
+def class_name(kind: type) -> str:
+    """Of a class, with its module.  By its name a class is known that is not imported: a run imports its own family alone."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def family_class(family: str, part: str) -> str:
+    """The `class_name` of a family's class."""
+    return f"transformers.models.{family}.modeling_{family}.{'GPT2' if family == 'gpt2' else family.capitalize()}{part}"
 
 
 def _rms_norm(module: Any) -> Norm:
@@ -180,7 +171,7 @@ def _rotary_attention(module: Any) -> Attention:
         width=module.head_dim,
         scale=module.scaling,
         rotary=True,
-        gated=type(module) is Qwen3_5Attention,
+        gated=class_name(type(module)) == family_class("qwen3_5", "Attention"),
     )
 
 
@@ -237,21 +228,21 @@ def _gpt2_layer(module: Any) -> Layer | None:
     return Layer(norm=module.ln_1, mixer=module.attn, mlp_norm=module.ln_2, mlp=module.mlp)
 
 
-_READERS: dict[type[nn.Module], Callable[[Any], Description | None]] = {
-    **dict.fromkeys((LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm), _rms_norm),
-    **dict.fromkeys(
-        (LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention, Qwen3_5Attention), _rotary_attention
-    ),
-    **dict.fromkeys((LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, Qwen3_5MLP), _gated_mlp),
-    **dict.fromkeys(
-        (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, Qwen3_5DecoderLayer), _rotary_layer
-    ),
-    Qwen3_5RMSNorm: _rms_norm_around_one,
-    Qwen3_5GatedDeltaNet: _delta_net,
-    nn.LayerNorm: _layer_norm,
-    GPT2Attention: _gpt2_attention,
-    GPT2MLP: _gpt2_mlp,
-    GPT2Block: _gpt2_layer,
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
+_CLASSES: tuple[tuple[Reader, str, tuple[str, ...]], ...] = (
+    (_rms_norm, "RMSNorm", (*LIKE_LLAMA, "mixtral")),
+    (_rotary_attention, "Attention", (*LIKE_LLAMA, "mixtral", "qwen3_5")),
+    (_gated_mlp, "MLP", (*LIKE_LLAMA, "qwen3_5")),
+    (_rotary_layer, "DecoderLayer", (*LIKE_LLAMA, "qwen3_5")),
+    (_rms_norm_around_one, "RMSNorm", ("qwen3_5",)),
+    (_delta_net, "GatedDeltaNet", ("qwen3_5",)),
+    (_gpt2_attention, "Attention", ("gpt2",)),
+    (_gpt2_mlp, "MLP", ("gpt2",)),
+    (_gpt2_layer, "Block", ("gpt2",)),
+)
+_READERS: dict[str, Reader] = {
+    class_name(nn.LayerNorm): _layer_norm,
+    **{family_class(family, part): reader for reader, part, families in _CLASSES for family in families},
 }
 
 
@@ -273,16 +264,16 @@ class Stack:
 
 
 ROTARY_MODELS = (
-    *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
-    *(Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration),
+    *(family_class(family, "ForCausalLM") for family in (*LIKE_LLAMA, "qwen3_5")),
+    family_class("qwen3_5", "ForConditionalGeneration"),
 )
-MODELS = (*ROTARY_MODELS, GPT2LMHeadModel)
-"""Models that may have a description."""
+MODELS = (*ROTARY_MODELS, family_class("gpt2", "LMHeadModel"))
+"""Names of the classes of models that may have a description."""
 
 
 def stack_of(model: Any) -> Stack | None:
     """What one of `MODELS` is, whose modules are those that its config makes; None if a description could not say all of it."""
-    rotary = type(model) in ROTARY_MODELS
+    rotary = class_name(type(model)) in ROTARY_MODELS
     base = getattr(model.model, "language_model", model.model) if rotary else model.transformer
     layers: Any = [_parts(module) for module in (base.layers if rotary else base.h)]
     if any(None in parts for parts in layers):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from groupwise.models.attention import Attend
-from groupwise.models.layers import MLP, MODELS, Attention, DeltaNet, Norm, describe, matrix_of, stack_of
+from groupwise.models.layers import MLP, MODELS, Attention, DeltaNet, Norm, class_name, describe, matrix_of, stack_of
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import delta_rule, is_numbered
@@ -61,7 +61,7 @@ def is_known(policy: Policy) -> bool:
         return False
     if any(_altered(module, policy.dtype, policy.device) for module in model.modules()):
         return False
-    return type(model) in MODELS and _as_configured(model) and stack_of(model) is not None
+    return class_name(type(model)) in MODELS and _as_configured(model) and stack_of(model) is not None
 
 
 def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
