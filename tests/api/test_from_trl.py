@@ -71,6 +71,21 @@ def test_a_run_has_the_values_of_the_objects() -> None:
     assert "32 rows" in training.summary() and "[{" not in training.summary().split("train_dataset")[1].split("\n")[0]
 
 
+def test_the_summary_lists_no_argument_that_only_trl_has_filled_in() -> None:
+    args = config("GRPOConfig", per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2, bf16=None)
+    args.bf16, args.steps_per_generation, args.generation_batch_size = True, 2, 8  # as GRPOConfig.__post_init__ does
+    training = gw.from_trl(args, model="m/m", reward_funcs=length, train_dataset=ROWS)
+    names = {line.name for line in training.imported.lines}
+    assert names == {
+        *("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps", "output_dir", "use_cpu"),
+        *("train_dataset", "reward_funcs", "model_name_or_path"),
+    }
+    assert training.recipe.model.dtype == "autocast"
+    args.steps_per_generation, args.generation_batch_size = 4, 16
+    lines = gw.from_trl(args, model="m/m", reward_funcs=length, train_dataset=ROWS).imported.lines
+    assert {line.name for line in lines} - names == {"steps_per_generation", "generation_batch_size"}
+
+
 def test_it_is_what_the_import_of_the_same_file_is() -> None:
     arguments = {"num_generations": 8, "max_steps": 40, "beta": 0.04, "loss_type": "dr_grpo", "warmup_steps": 4,
                  "save_steps": 20, "temperature": 0.7, "num_iterations": 2}  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from groupwise.api.train import Training, train
@@ -22,6 +22,19 @@ from groupwise.errors import ConfigError
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
+
+FILLED: Mapping[str, Callable[[Any], Any]] = {
+    "bf16": lambda config: not config.fp16,
+    "activation_checkpointing": lambda config: config.gradient_checkpointing,
+    "dataloader_pin_memory": lambda config: not config.use_cpu,
+    "disable_tqdm": lambda config: config.disable_tqdm,
+    "accelerator_config": lambda config: type(config.accelerator_config)(),
+    "steps_per_generation": lambda config: config.gradient_accumulation_steps,
+    "generation_batch_size": lambda config: (
+        config.per_device_train_batch_size * getattr(config, "world_size", 1) * config.gradient_accumulation_steps
+    ),
+}
+"""What TRL's classes fill in themselves (`__post_init__`) where the user sets nothing: the field's default does not say it."""
 
 
 class TrlTraining(Training):
@@ -126,7 +139,8 @@ def _values(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             continue
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         values[field.name] = value = _plain(getattr(config, field.name))
-        if value not in (_plain(default), None, [], {}, ""):
+        filled = _plain(FILLED[field.name](config)) if field.name in FILLED else default
+        if value not in (_plain(default), filled, None, [], {}, ""):
             changed[field.name] = value
     return values, changed
 
