@@ -253,6 +253,12 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Findings:
         yield f"{at} holds out everything: its parts sum to {sum(data.parts.values()):g}"
     if data.template is not None and (wrong := _wrong_template(data.template)):
         yield f"data.template: {wrong}"
+    sampling = is_online(recipe.objective)
+    if data.max_tokens is not None and sampling and recipe.teacher.demonstrations is None:
+        bounds = "set data.max_prompt_tokens and rollout.max_new_tokens"
+        yield f"data.max_tokens is for rows that an objective learns from, and {recipe.objective!r} samples completions: {bounds}"
+    if data.max_prompt_tokens is not None and not sampling and not recipe.rewards:
+        yield f"data.max_prompt_tokens is for prompts to sample from; {recipe.objective!r} learns from rows: set data.max_tokens"
     for ours, theirs in data.columns.items():
         near = nearest(ours, ROW, cutoff=0.85)
         if near is not None and ours not in ROW and f"{ours}s" != near:  # `message` may be a column that a reward asks for
