@@ -100,8 +100,8 @@ PARTS = (
     Part(
         "The demo",
         "You need Linux or macOS, Python 3.11 or 3.12 and make ([install](install.md)). `make demo` makes a virtual environment,\n"
-        "installs, and trains a model of 0.4M parameters on three-digit addition. First it learns from demonstrators who forget\n"
-        "carries (SFT). Then GRPO only says whether an answer is right.",
+        "installs, and trains a model of 0.4M parameters on three-digit addition. First it imitates demonstrators who forget\n"
+        "carries (SFT). Then it learns only from whether its answers are right (GRPO).",
         runs=(Run("make demo", lines=(0, 30), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),
         after="The last table is the result: accuracy on prompts that training never saw, before and after GRPO. "
         "± is half of a 95 %\ninterval. [The line in the terminal](monitoring.md#the-line-in-the-terminal) explains the words of a "
@@ -137,7 +137,7 @@ PARTS = (
                 fast="groupwise train my.yaml steps=2 eval.every=1 eval.k=2 data.limit=60 group.prompts_per_step=4",
             ),
         ),
-        after="Look at the sampled accuracy on held-out prompts. The mean reward also contains the 0.2 of `digits`.",
+        after="Look at the sampled accuracy on held-out prompts. The mean reward also contains 0.2 times `digits`.",
     ),
     Part(
         "Evaluate, look, share",
@@ -233,6 +233,7 @@ def transcript(folder: Path, environment: dict[str, str], *, fast: bool) -> str:
     cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
     processor = sum(spent for _, spent in shell.spent)
     what = f"Together they took {processor / 60:.1f} minutes of processor time, installation included ({cpu})."
+    what += "\n`left`, `time` and `tok/s` in the output are by the clock, which other work on the machine slows."
     return (HEAD.format(what=what) + "\n" + "\n".join(body)).rstrip("\n") + "\n"
 
 

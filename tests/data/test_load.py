@@ -38,7 +38,7 @@ def test_rows_to_learn_from_may_be_shorter_than_the_context_and_never_longer(lon
     settings = DataSettings(path=path, max_tokens=limit)
     data = load_records(DEMONSTRATIONS, settings, tokenizer, context=10, eos_ids=(1,))
     assert len(data.train) == rows
-    assert data.report.dropped == ({f"longer than {limit} tokens, data.max_tokens": 3 - rows} if rows < 3 else {})
+    assert data.report.dropped == ({f"longer than {limit} tokens (data.max_tokens)": 3 - rows} if rows < 3 else {})
 
 
 @pytest.mark.parametrize("prompt", ["", [{"role": "system", "content": "1"}]])

@@ -31,13 +31,13 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """List, tell, show, copy or translate."""
-    from groupwise.config.bundled import bundled_recipes, find_recipe, header
+    from groupwise.config.bundled import bundled_recipes, find_recipe, first_sentence, header
 
     bundled = bundled_recipes()
     if options.action == "list":
         wide = max(map(len, bundled), default=0)
         for name, path in bundled.items():
-            print(f"{name:{wide}}  {header(path).partition(chr(10))[0]}")
+            print(f"{name:{wide}}  {first_sentence(header(path))}")
         return 0
     if options.action not in ACTIONS:
         if options.name is not None:

@@ -859,7 +859,7 @@ UNNEEDED = {
     "there are no images": "log_multimodal",
     "what is not finite is shown, and its update skipped": "logging_nan_inf_filter",
     "it follows from the objective": "lora_task_type",
-    "of accelerate: groupwise train --nproc N says it; batches are multiplied by it": "num_processes",
+    "of the launcher: groupwise train --nproc N says it; batches are multiplied by it": "num_processes",
     "the optimizer is AdamW with float32 state": "optim optim_args",
     "the same command resumes the run; --fresh starts anew": "overwrite_output_dir",
     "rows are always packed, and never see one another; batch_size counts rows": "packing packing_strategy",

@@ -331,7 +331,7 @@ def _cut(
 
     Raises DataError if `too_long` is `error`.
     """
-    completion, source = size - question.tokens.size, f", {limited_by}" if limited_by else ""
+    completion, source = size - question.tokens.size, f" ({limited_by})" if limited_by else ""
     if too_long == "error":
         what = "prompt and completion have" if completion else "the prompt has"
         raise DataError(

@@ -63,8 +63,9 @@ class Report:
         return self.kept + self.dropped.total()
 
     def __str__(self) -> str:
-        mean, most = sum(self.lengths) / max(self.kept, 1), max(self.lengths, default=0)
-        text = f"{self.source}: {self.kept:,} of {self.rows:,} rows, {mean:.1f} tokens on average, at most {most}"
+        text = f"{self.source}: {self.kept:,} of {self.rows:,} rows"
+        if self.lengths:
+            text += f", {sum(self.lengths) / self.kept:.1f} tokens on average, at most {max(self.lengths)}"
         for label, counts in (("dropped", self.dropped), ("kept", self.noted)):
             if counts:
                 text += f"; {label}: {self._listed(counts)}"

@@ -38,7 +38,7 @@ def export(paths: Sequence[str | Path], file: str | Path) -> Path:
     try:
         files.write(file, text.encode())
     except OSError as error:
-        raise DataError(f"the report could not be written to {file}: {error}") from error
+        raise DataError(f"cannot write the report {file}: {error.strerror}; name another file") from error
     return file
 
 
