@@ -30,6 +30,7 @@ from groupwise import errors
 from groupwise.algorithms.losses import Correction
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS
+from groupwise.api.progress import COLUMNS, LOSS, Progress
 from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
 from groupwise.config.schema import lookup, settings_table
@@ -51,7 +52,6 @@ from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
-from groupwise.runs.progress import COLUMNS, LOSS, Progress
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure

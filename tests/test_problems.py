@@ -31,7 +31,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.job import plan_of
+from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import train
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.loss import Loss

@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict]]:
 
     report = SimpleNamespace(render=lambda: "rendered", to_json=lambda: '{"a": 1}')
     stand_ins = {
-        "groupwise.runs.stages": {"train_recipe": recorder("train", 0)},
+        "groupwise.api.stages": {"train_recipe": recorder("train", 0)},
         "groupwise.api.evaluate": {"evaluate": recorder("eval", report)},
         "groupwise.api.check": {"check_recipe": recorder("check", 1)},
     }
@@ -364,7 +364,7 @@ def test_errors_are_one_line_and_their_exit_code(
     def fail(*_: Any, **__: Any) -> int:
         raise error
 
-    monkeypatch.setattr(sys.modules["groupwise.runs.stages"], "train_recipe", fail)
+    monkeypatch.setattr(sys.modules["groupwise.api.stages"], "train_recipe", fail)
     assert commands.main(["train", "r.yaml"]) == error.exit_code
     assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
     with pytest.raises(type(error)):
@@ -397,7 +397,7 @@ def test_c8_ctrl_c_is_friendly(calls: list, capsys: pytest.CaptureFixture[str], 
             error.add_note("the last checkpoint is x")
         raise error
 
-    monkeypatch.setattr(sys.modules["groupwise.runs.stages"], "train_recipe", interrupt)
+    monkeypatch.setattr(sys.modules["groupwise.api.stages"], "train_recipe", interrupt)
     assert commands.main(["train", "r.yaml"]) == 130
     assert capsys.readouterr().err == "\ninterrupted; the last checkpoint is x\n"
     assert commands.main(["train", "r.yaml", "--dry-run"]) == 130

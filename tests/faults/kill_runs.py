@@ -31,10 +31,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import yaml
 
+from groupwise.api.stages import train_recipe
 from groupwise.runs.checkpoint import damage, latest, step_of
 from groupwise.runs.folder import finished, unfinished
 from groupwise.runs.recorded import read_metrics
-from groupwise.runs.stages import train_recipe
 from groupwise.utils.files import NEW, digest
 
 EVERY = 2

@@ -20,7 +20,7 @@ from groupwise.config.settings import ScratchSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import GroupwiseError
 from groupwise.models.scratch import scratch_model
-from groupwise.runs.job import plan_of
+from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import train
 
 found = importlib.util.spec_from_file_location("fuzz_cases", Path(__file__).with_name("fuzz_cases.py"))

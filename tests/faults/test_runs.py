@@ -30,7 +30,7 @@ from groupwise.models.loading import load_policy
 from groupwise.models.saving import save
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs import job, recorded
+from groupwise.runs import job, prepared, recorded
 from groupwise.runs.checkpoint import Saver, latest, step_of
 from groupwise.runs.folder import finished, unfinished
 from groupwise.runs.inputs import check_inputs, code_file, inputs_of, record_inputs
@@ -472,14 +472,14 @@ def workers_of(run: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "where"), [(job, "make_learner"), (job, "make_engine"), (job, "_check_credit"), (job, "world_lines")]
+    ("module", "where"), [(job, "make_learner"), (job, "make_engine"), (prepared, "_check_credit"), (prepared, "world_lines")]
 )
 def test_a_job_that_cannot_be_put_together_leaves_no_worker(
     module: Any, where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would end them before the program's end: a notebook continues."""
     kept: list[Any] = []  # as a traceback that somebody holds on to keeps what was made
-    make = job.build_rewards
+    make = prepared.build_rewards
 
     def watched(*arguments: Any, **keywords: Any) -> Any:
         kept.append(make(*arguments, **keywords))
@@ -489,7 +489,7 @@ def test_a_job_that_cannot_be_put_together_leaves_no_worker(
         raise ConfigError("it cannot be put together")
 
     before = workers_of(os.getpid())
-    monkeypatch.setattr(job, "build_rewards", watched)
+    monkeypatch.setattr(prepared, "build_rewards", watched)
     monkeypatch.setattr(module, where, refused)
     with pytest.raises(ConfigError, match="cannot be put together"):
         finish(recipe("r"))

@@ -229,7 +229,7 @@ def test_p55_a_trained_adapter_is_its_own_reference(recipe: Callable[..., Any], 
 
 
 def test_p58_a_learning_rate_for_all_weights_is_warned_about(recipe: Callable[..., Any]) -> None:
-    from groupwise.runs.job import plan_of
+    from groupwise.runs.prepared import plan_of
 
     plan = dict(plan_of(recipe("optimizer.lr=1.0e-6")))
     assert "1e-06 is one for training all weights" in plan["warning"] and "that stay as they are" in plan["adapter"]
@@ -238,8 +238,9 @@ def test_p58_a_learning_rate_for_all_weights_is_warned_about(recipe: Callable[..
 
 def test_the_plan_counts_what_is_trained(recipe: Callable[..., Any]) -> None:
     """Gradients and moments of the adapter alone, and no second copy for the reference."""
-    from groupwise.runs.job import blueprint_of, plan_of
     from groupwise.runs.plan import adapter_count
+    from groupwise.runs.policies import blueprint_of
+    from groupwise.runs.prepared import plan_of
 
     adapted = recipe()
     model = adapt(load_policy(ModelSettings(path=adapted.model.path)), adapted.model.lora, base="").model

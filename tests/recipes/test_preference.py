@@ -14,12 +14,12 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from groupwise.algorithms.table import ALGORITHMS
+from groupwise.api.stages import train_recipe
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.loading import load_policy
 from groupwise.runs.recorded import list_rollouts, read_step
-from groupwise.runs.stages import train_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 THINGS = ("stone", "river", "cloud", "apple", "table", "lamp", "horse", "paper", "glass", "wheel")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from groupwise.api.evaluate import evaluate
+from groupwise.api.stages import train_recipe
 from groupwise.cli.commands import main
 from groupwise.config.packaged_models import PACKAGED_MODELS
 from groupwise.config.recipes import load_stages
@@ -23,7 +24,6 @@ from groupwise.config.settings import ScratchSettings
 from groupwise.data.sources import read_rows
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.scratch import scratch_model
-from groupwise.runs.stages import train_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -398,5 +398,5 @@ def test_a_lock_that_says_nothing_readable_is_taken_over(tmp_path: Path) -> None
 
 
 def test_importing_the_log_does_not_import_torch() -> None:
-    code = "import sys, groupwise.runs.folder, groupwise.runs.progress; sys.exit('torch' in sys.modules)"
+    code = "import sys, groupwise.runs.folder, groupwise.api.progress; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

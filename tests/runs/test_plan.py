@@ -30,8 +30,8 @@ from groupwise.models.saving import save
 from groupwise.models.shape import Shape
 from groupwise.records import Batch
 from groupwise.rollout.native.forward import SpecialisedForward
-from groupwise.runs.job import plan_of
 from groupwise.runs.plan import Load, kept_per_block, memory, microbatch, prepared_weights, process_memory, prompts_of
+from groupwise.runs.prepared import plan_of
 
 
 def kept(policy: Policy, batch: Batch) -> int:

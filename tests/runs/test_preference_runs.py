@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from groupwise.algorithms.resolve import resolve
+from groupwise.api.stages import train_recipe
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import GroupSettings, OptimizerSettings, ReplaySettings, RewardSettings
 from groupwise.errors import ConfigError, GroupwiseError
@@ -24,9 +25,8 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.job import plan_of
+from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import train
-from groupwise.runs.stages import train_recipe
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer

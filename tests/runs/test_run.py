@@ -22,6 +22,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from groupwise.api.stages import closing_table, train_recipe
 from groupwise.config.recipes import load_recipe, load_stages
 from groupwise.data.vocabulary import from_table
 from groupwise.errors import ConfigError, DataError, GroupwiseError
@@ -31,7 +32,6 @@ from groupwise.runs.folder import choose_folder
 from groupwise.runs.recorded import read_step
 from groupwise.runs.run import Run, RunResult, train
 from groupwise.runs.run_files import RunFiles
-from groupwise.runs.stages import closing_table, train_recipe
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils.statistics import Estimate
 from groupwise.viewer.report import export

@@ -32,7 +32,7 @@ from groupwise.records import Prompt, Sample, Sampling, Scored
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
-from groupwise.runs.job import plan_of
+from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import train
 from groupwise.training.critics import Critic
 from groupwise.training.loss import Loss

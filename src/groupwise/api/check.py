@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from groupwise.api.loaded_policy import model_folder, settings_of
+from groupwise.api.progress import make_console, safe
 from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import VERDICTS, Recipe, is_online, positions_of
 from groupwise.data.encoding import visit
@@ -37,9 +38,10 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.compose import Rewards, prompt_of
 from groupwise.runs.folder import Origin, overridden
-from groupwise.runs.job import Job, make_job, resolved, sampling_of
+from groupwise.runs.inputs import resolved
+from groupwise.runs.job import Job, make_job
 from groupwise.runs.policies import fit_threads
-from groupwise.runs.progress import make_console, safe
+from groupwise.runs.prepared import sampling_of
 from groupwise.training.mismatch import diagnose
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of, unbranched

@@ -26,6 +26,8 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.api import objects
+from groupwise.api.progress import aligned, make_console
+from groupwise.api.stages import closing_table, train_stage
 from groupwise.config import settings
 from groupwise.config.recipes import make_recipe, run_folder
 from groupwise.config.settings import Recipe
@@ -35,11 +37,9 @@ from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
 from groupwise.records import Step
 from groupwise.runs.folder import anew, choose_folder, finished
-from groupwise.runs.job import plan_of
-from groupwise.runs.progress import aligned, make_console
+from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.runs.run import train as train_recipe
-from groupwise.runs.stages import closing_table, train_stage
 from groupwise.utils.terminal import escaped, logger
 
 log = logger(__name__)

@@ -63,10 +63,10 @@ def chat(
     from rich.console import Console
 
     from groupwise.api.loaded_policy import load_policy
+    from groupwise.api.progress import safe
     from groupwise.api.tool_chat import Answered
     from groupwise.rewards.compose import spoken
     from groupwise.runs.folder import origin_of
-    from groupwise.runs.progress import safe
     from groupwise.runs.trust import demand_trust
 
     console = Console(highlight=False)

@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
+    from groupwise.api.progress import make_console
     from groupwise.runs.folder import origin_of
-    from groupwise.runs.progress import make_console
     from groupwise.runs.recorded import EVALUATIONS, steps, table
     from groupwise.runs.run_files import RunFiles
 

@@ -61,7 +61,7 @@ def _train(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run")
     if options.nproc > 1 and not options.dry_run:
         _become_torchrun(options)
-    from groupwise.runs.stages import train_recipe
+    from groupwise.api.stages import train_recipe
 
     return train_recipe(
         options.recipe,

@@ -4,7 +4,8 @@ A recipe names files, and a file can change while its name stays.  Digests of th
 (`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.
 
 Inputs are data files, the file behind each name of code (`trust.named_code`), and weights that no checkpoint holds.  Of an object
-of the running program only the name counts, and what a file of code imports or reads is not looked at.
+of the running program only the name counts, and what a file of code imports or reads is not looked at.  What an earlier stage
+leaves (`resolved`) is a folder or a file too.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from groupwise.config.live_objects import Live
+from groupwise.config.recipes import run_folder
 from groupwise.config.settings import Recipe
+from groupwise.config.validation import STAGE
 from groupwise.data.sources import fingerprint
+from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
 from groupwise.rewards.registry import MAKERS
-from groupwise.runs.folder import model_digest
+from groupwise.runs.folder import FINAL, model_digest
+from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import named_code
+from groupwise.training.preferences import preference_rows
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
@@ -212,3 +219,56 @@ def _history(folder: Path) -> list[dict[str, Any]]:
         return [{**entry} for entry in RunFiles(folder).json(INPUTS)["history"]]
     except (RunError, KeyError, TypeError):
         return []
+
+
+# ---------------------------------------------------------------- what an earlier stage leaves
+
+
+def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
+    """Write `preference_rows` of all that a run recorded (`rollouts/`) into a file of the run's folder, which is returned.
+
+    Raises DataError if the run recorded nothing, or nothing with a difference.
+    """
+    steps = list_rollouts(folder)
+    rows = [row for step in steps for row in preference_rows(read_step(folder, step).groups, judge)]
+    if not rows:
+        raise DataError(
+            f"{folder} holds no pair: {len(steps)} steps are recorded there (save.rollouts_every), none with a difference"
+        )
+    path = folder / f"pairs{'' if judge is None else f'-{judge}'}.jsonl"
+    files.write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
+    return path
+
+
+def resolved(recipe: Recipe) -> Recipe:
+    """The recipe with every `stage:NAME` replaced: by the folder of that stage's final model (the model's, the rewards'), or by a
+    file of pairs that are made of what the stage sampled (the data's; `stage:NAME:REWARD` by that reward).
+
+    Raises ConfigError if it is not there.
+    """
+    path, data = recipe.model.path, recipe.data.path
+    if path is not None:
+        recipe = replace(recipe, model=replace(recipe.model, path=_folder_of(path, recipe, "model.path")))
+    if data is not None and data.startswith(STAGE):
+        stage, _, judge = data.removeprefix(STAGE).partition(":")
+        folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
+        pairs = comm.from_first(lambda: str(recorded_pairs(folder, judge or None)))
+        recipe = replace(recipe, data=replace(recipe.data, path=pairs))
+    critic = replace(recipe.critic, path=_folder_of(recipe.critic.path, recipe, "critic.path"))
+    rewards = [
+        replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
+        for place, reward in enumerate(recipe.rewards)
+    ]
+    teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
+    return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
+
+
+def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:
+    """A value of a recipe; the folder of a stage's final model where it is `stage:NAME`."""
+    if not isinstance(value, str) or not value.startswith(STAGE):
+        return value
+    stage = value.removeprefix(STAGE)
+    folder = run_folder(recipe).parent / stage / FINAL
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{key}: the stage {stage!r} has not finished: there is no model in {folder}")
+    return str(folder)

@@ -1,4 +1,4 @@
-"""The policies of a run as each process holds them: whole, or a shard."""
+"""The models of a run: how each is loaded, and how each process holds it, whole or as a shard."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformers import AutoConfig, PreTrainedModel
 from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
 from groupwise.data.encoding import DEMONSTRATIONS
-from groupwise.data.load import load_records
-from groupwise.data.tokenizers import check_same_tokens
+from groupwise.data.load import load_records, load_texts
+from groupwise.data.tokenizers import check_same_tokens, make_tokenizer, with_chat_template
 from groupwise.data.wording import formatted
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError, DataError
@@ -34,6 +34,7 @@ from groupwise.models.loading import (
 from groupwise.models.lora import restore_adapter
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
+from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy, shard, shard_from_checkpoint
 from groupwise.records import Prompt
@@ -57,6 +58,34 @@ def fit_threads(policy: Policy, threads: int | None) -> None:
     small = policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
+    """Tokenizer, configuration and a way to load the weights, of a checkpoint or of a model from scratch."""
+    if resume is not None:
+        return read_blueprint(replace(recipe.model, path=str(resume), scratch=None))
+    if recipe.model.path is not None:
+        return read_blueprint(recipe.model)
+    scratch = recipe.model.scratch
+    assert scratch is not None
+    tokenizer = make_tokenizer(
+        scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ()
+    )
+    tokenizer = with_chat_template(tokenizer, recipe.model.chat_template)
+    model = scratch_model(
+        scratch,
+        vocabulary=len(tokenizer),
+        eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
+        pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
+        bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
+        seed=recipe.seed,
+    )
+    if recipe.model.dtype == "bfloat16":
+        # Parameters only, as from_pretrained does: `model.to` would round the rotary frequencies too.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    eos = (int(tokenizer.eos_token_id),)  # type: ignore[arg-type]
+    return Blueprint(tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model)
 
 
 def shared_out(recipe: Recipe, blueprint: Blueprint) -> Recipe:

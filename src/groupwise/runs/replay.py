@@ -39,8 +39,9 @@ from groupwise.runs.folder import (
     check_reference,
     environment,
 )
-from groupwise.runs.job import Learner, algorithm_of, blueprint_of, make_learner, modelled
-from groupwise.runs.policies import hold
+from groupwise.runs.job import Learner, make_learner
+from groupwise.runs.policies import blueprint_of, hold
+from groupwise.runs.prepared import algorithm_of, modelled
 from groupwise.runs.recorded import read_step
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import demand_trust

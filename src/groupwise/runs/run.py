@@ -1,6 +1,6 @@
 """A run from its recipe to its final model: resume, log, save, evaluate, export.
 
-`train` yields every `Step`.  What the command does with it, for every stage of a recipe: `stages.py`.
+`train` yields every `Step`.  What the command does with it, for every stage of a recipe: `api/stages.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint, dashboards
 from groupwise.runs.checkpoint import Saver, reader, set_failure_hint
 from groupwise.runs.folder import FINAL, REFERENCE, Lock, check_reference, choose_folder, record_end
-from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
+from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs, resolved
 from groupwise.runs.interrupts import endings
-from groupwise.runs.job import Job, Judged, make_job, resolved
+from groupwise.runs.job import Job, Judged, make_job
 from groupwise.runs.log import EVALUATED, RunLog
 from groupwise.runs.model_card import write_card
 from groupwise.runs.policies import fit_threads

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from groupwise.api.progress import Progress, make_console, safe
 from groupwise.config.live_objects import LIVE
 from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import Recipe, is_online
@@ -25,9 +26,9 @@ from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.runs import checkpoint
 from groupwise.runs.folder import FINAL, anew, choose_folder, finished, unfinished
 from groupwise.runs.interrupts import end_later
-from groupwise.runs.job import Judged, plan_of
+from groupwise.runs.job import Judged
 from groupwise.runs.plan import Lines
-from groupwise.runs.progress import Progress, make_console, safe
+from groupwise.runs.prepared import plan_of
 from groupwise.runs.recorded import list_rollouts
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.training.evaluate import Evaluation

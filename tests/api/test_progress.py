@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from groupwise.api.progress import Progress, duration, escaped, make_console, safe
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
-from groupwise.runs.progress import Progress, duration, escaped, make_console, safe
 from groupwise.training.metric_table import FLAGGED, flags
 
 PAYLOADS = [
