@@ -236,6 +236,24 @@ def test_curves_lie_over_each_other_by_step_tokens_and_time(
 
 
 @pytest.mark.slow
+def test_axes_have_whole_steps_and_a_range_that_fits(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address)
+    settled(page)
+    code = """async (ys) => {
+        const place = document.body.appendChild(document.createElement("div"));
+        const plot = chart(place, [{ name: "a", xs: [0, 7, 14], ys, colour: "#000000" }], { label: "a" });
+        await new Promise((done) => setTimeout(done, 50));
+        return [plot.axes[0]._values.filter(Boolean), plot.axes[1]._values.filter(Boolean)];
+    }"""
+    steps, zero = page.evaluate(code, [0, 0, 0])
+    assert all(label.isdecimal() for label in steps) and (zero[0], zero[-1]) == ("0", "1")
+    _, tiny = page.evaluate(code, [2e-13, 3e-13, 4e-13])
+    assert len({*tiny}) == len(tiny) > 1
+    _, same = page.evaluate(code, [5, 5, 5])
+    assert float(same[0]) < 6 and float(same[-1]) > 4 and len(same) > 1
+
+
+@pytest.mark.slow
 def test_lenses_lead_to_the_completions(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder).address + "#view=lenses")
     page.wait_for_selector("canvas.scatter")

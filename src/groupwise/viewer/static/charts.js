@@ -182,6 +182,9 @@ function dots(rewards, low, high, title) {
   );
 }
 
+/** Distances of marks on an axis of steps or tokens: there are no halves of one. */
+const WHOLE = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((times) => times * 10 ** power));
+
 /** One metric of one or more runs.  `lines`: {name, xs, ys, raw}; `pick(x)`: where it was clicked. */
 function chart(element, lines, { label, pick, height = 170, time }) {
   const xs = [...new Set(lines.flatMap((line) => line.xs))].sort((a, b) => a - b);
@@ -217,6 +220,9 @@ function chart(element, lines, { label, pick, height = 170, time }) {
     font: "11px system-ui, sans-serif",
   };
   const short = (plot, ticks) => ticks.map((value) => (time ? duration(value) : fmt(value)));
+  const tiny = (ticks) => ticks.every((value) => Math.abs(value) < 1e-12);
+  const exact = (plot, ticks) => ticks.map((value) => (tiny(ticks) && value ? value.toExponential(1).replace("e-", "e−") : fmt(value)));
+  const flat = (value) => (value ? rangeOf([value]) : [0, 1]);
   const plot = new uPlot(
     {
       width: Math.max(200, element.clientWidth),
@@ -225,10 +231,13 @@ function chart(element, lines, { label, pick, height = 170, time }) {
       legend: { show: false },
       padding: [6, 10, 0, 0],
       cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },
-      scales: { x: { time: false } },
+      scales: {
+        x: { time: false },
+        y: { range: (plot, low, high) => (low === high ? flat(low) : uPlot.rangeNum(low, high, 0.1, true)) },
+      },
       axes: [
-        { ...axis, size: 26, values: short },
-        { ...axis, size: 52, values: (plot, ticks) => ticks.map((value) => fmt(value)) },
+        { ...axis, size: 26, values: short, ...(time ? {} : { incrs: WHOLE }) },
+        { ...axis, size: 52, values: exact },
       ],
       hooks: {
         setCursor: [
