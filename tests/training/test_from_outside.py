@@ -152,6 +152,11 @@ def test_a_term_with_a_teacher_is_added_to_the_loss(steps: Callable) -> None:
     assert second.metrics["loss"] > 10 * abs(first.metrics["loss"])
 
 
+def test_a_row_with_a_teacher_s_term_needs_one(steps: Callable) -> None:
+    with pytest.raises(ConfigError, match=r"teacher\.path is missing: the policy would learn from itself"):
+        steps("TAUGHT")
+
+
 def test_a_divergence_that_gives_one_number_for_all_tokens_is_refused(steps: Callable, module: str) -> None:
     with pytest.raises(
         ConfigError, match=r"the divergence 'without_rows' \(outside_.*\.py:\d+\) gave a tensor of shape \(\), expected"

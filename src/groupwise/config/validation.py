@@ -462,8 +462,8 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     if teacher.path is not None and teacher.ema:
         yield "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
     yield from _served(recipe)
-    if not (teacher.path or teacher.servers or teacher.ema or teacher.hint is not None) and not may_read:
-        yield "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
+    if not may_read and (wrong := without_teacher(teacher)):
+        yield wrong
     if teacher.ema > 0:
         yield from _too_little(recipe, "teacher.ema", teacher.ema, "the teacher", "an ema")
     if recipe.model.lora is not None and 0 < teacher.ema < 1:
@@ -488,6 +488,13 @@ def _served(recipe: Recipe) -> Findings:
     if rollout.temperature != 1.0 or rollout.top_k or rollout.top_p < 1 or rollout.min_p:
         message = "teacher.servers score at temperature 1 over the whole vocabulary: leave temperature, top_k, top_p and min_p out"
         yield ("teacher.servers", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"), message
+
+
+def without_teacher(teacher: TeacherSettings) -> str | None:
+    """Why nothing can be learnt from a teacher that is the policy itself, or None."""
+    if teacher.path or teacher.servers or teacher.ema or teacher.hint is not None:
+        return None
+    return "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
 
 
 def beyond_servers(algorithm: Algorithm) -> str | None:

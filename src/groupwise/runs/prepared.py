@@ -23,7 +23,7 @@ from groupwise.config.settings import (
     RolloutSettings,
     TeacherSettings,
 )
-from groupwise.config.validation import beyond_servers
+from groupwise.config.validation import beyond_servers, without_teacher
 from groupwise.data.encoding import columns_of, prompt_limit
 from groupwise.data.load import Data, load_data
 from groupwise.data.sources import read_rows
@@ -260,7 +260,7 @@ def _with_room(recipe: Recipe, blueprint: Blueprint, wrong: Findings) -> Recipe:
 
 
 def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> None:
-    """Note sections of the recipe that the algorithm does not read, and servers that cannot say what it reads of a teacher."""
+    """Note sections of the recipe that the algorithm does not read, and a teacher that cannot say what it reads of one."""
     for section, plain, needed in (
         ("critic", CriticSettings(), algorithm.needs_value),
         ("teacher", TeacherSettings(), algorithm.needs_teacher),
@@ -268,6 +268,9 @@ def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> No
         with wrong.of(section):
             if not needed and getattr(recipe, section) != plain:
                 raise ConfigError(f"{section}: nothing that is learnt from reads one: leave the section out")
+    with wrong.of("teacher.path"):
+        if algorithm.needs_teacher and (message := without_teacher(recipe.teacher)):
+            raise ConfigError(message)
     with wrong.of("teacher.servers"):
         if recipe.teacher.servers and (message := beyond_servers(algorithm)):
             raise ConfigError(message)
