@@ -211,6 +211,7 @@ def test_the_keys_that_a_recipe_sets_are_told_apart(trained: Path) -> None:
     shown = pages_of(trained).answer("config", {"run": "0"})
     assert {"objective", "name", "group.group_size", "optimizer.lr", "eval.at_start"} <= set(shown["set"])
     assert not {"group.beta", "rollout.temperature", "save.keep", "eval.temperature"} & set(shown["set"])
+    assert {"rewards.0.function", "rewards.0.timeout"} & shown["config"].keys() & set(shown["set"]) == {"rewards.0.function"}
 
 
 def test_lenses_show_conflicts_and_duplicates(pages: Pages) -> None:

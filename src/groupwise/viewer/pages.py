@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.config.schema import settings_table
+from groupwise.config.schema import normal, settings_table
 from groupwise.errors import DataError, RunError
 from groupwise.viewer import groups, health, questions, replays
 from groupwise.viewer.groups import Json
@@ -251,7 +251,11 @@ def _set_keys(config: Mapping[str, Any]) -> list[str]:
     def plain(value: Any) -> Any:
         return tuple(value) if isinstance(value, list | tuple) else value
 
-    return [key for key, value in config.items() if key not in table or plain(table[key].default) != plain(value)]
+    def differs(key: str, value: Any) -> bool:
+        setting = table.get(normal(key))
+        return setting is None or plain(setting.default) != plain(value)
+
+    return [key for key, value in config.items() if differs(key, value)]
 
 
 def _newest(source: CompletionSource, kind: str) -> int:
