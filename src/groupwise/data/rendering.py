@@ -203,7 +203,8 @@ class _Renderer:
                 variables={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
         template = shown_template(tokenizer, tools=chats[0].tools is not None)
-        conversations = [(_plain(chat.messages), chat.tools, dict(tokenizer.special_tokens_map) | chat.options) for chat in chats]
+        special = dict(tokenizer.special_tokens_map)
+        conversations = [(_plain(chat.messages), chat.tools, special | chat.options) for chat in chats]
         text = json.dumps(conversations, default=_placeholder)
         return self._process.ask(template, text, seconds=WALL_SECONDS, answers=len(chats))
 

@@ -202,10 +202,13 @@ class Template(Wording):
         """The ids of answered prompts.  A control token cuts a text before it is tokenised, so those before a prompt's last one are
         the prompt's own; only what follows is encoded."""
         texts, heads = list(whole), [[] for _ in whole]
+        special = self._special_ids
         for i, (question, text) in enumerate(zip(questions, whole, strict=True)):
             ids = question.tokens.tolist()
-            last = next((place for place in range(len(ids) - 1, -1, -1) if ids[place] in self._special_ids), None)
-            place = -1 if last is None else question.text.rfind(self._special_ids[ids[last]])  # BOS of a string is not in its text
+            if special.keys().isdisjoint(ids):
+                continue
+            last = next(place for place in range(len(ids) - 1, -1, -1) if ids[place] in special)
+            place = question.text.rfind(special[ids[last]])  # BOS of a string is not in its text
             if place >= 0 and isinstance(text, str) and text.startswith(question.text) and OPEN not in text:
                 texts[i], heads[i] = text[place:], ids[:last]
         plain = [question.plain and not head for question, head in zip(questions, heads, strict=True)]
@@ -723,7 +726,7 @@ def unmarked(text: str) -> str:
 
 def ended(ids: list[int], eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Ends the ids with EOS: white space behind the last EOS is cut (templates write a newline there), a missing one is added."""
-    last = max((place for place, token in enumerate(ids) if token in eos_ids), default=-1)
+    last = max((len(ids) - 1 - ids[::-1].index(token) for token in eos_ids if token in ids), default=-1)
     if last >= 0 and (last + 1 == len(ids) or not str(tokenizer.decode(ids[last + 1 :])).strip()):
         ids = ids[: last + 1]
     else:
