@@ -8,7 +8,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from groupwise.data.sources import live_rows, read_rows
+from groupwise.config.settings import DATA_SUFFIXES
+from groupwise.data.sources import READERS, live_rows, read_rows
 from groupwise.errors import DataError
 
 ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}, {"prompt": "3+3", "answer": "6"}]
@@ -18,6 +19,10 @@ def test_jsonl_json_and_parquet_hold_the_same_rows(write, tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     for path in (write(ROWS), write(ROWS, "rows.json"), str(tmp_path / "rows.parquet")):
         assert list(read_rows(path)) == ROWS, path
+
+
+def test_every_ending_that_recipes_may_name_has_a_reader():
+    assert tuple(READERS) == DATA_SUFFIXES
 
 
 def test_jsonl_lines_are_counted_as_an_editor_counts_them(write):

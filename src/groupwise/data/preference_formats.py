@@ -164,7 +164,7 @@ def _prompt_of(row: Row, where: str, wording: Wording) -> Messages:
     if all(row.get(column) is None for column in ASKED_IN):
         return []
     columns = {column: value for column, value in row.items() if column not in ASKED_IN or value is not None}
-    content = replace(wording, chat=True).own_content(columns, where)
+    content = replace(wording, chat=True).unopened_content(columns, where)
     return [] if isinstance(content, str) or is_blank(content) else content
 
 

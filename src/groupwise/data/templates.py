@@ -107,10 +107,10 @@ class Template(Wording):
 
     def try_ask(self, examples: Sequence[ReadRow]) -> list[Question | Refusal]:
         """`ask` of rows that have been read; messages that the chat template refuses give a `Refusal` instead of an error."""
-        brought = [self._brought(example) for example in examples]
+        extras = [self._extras(example) for example in examples]
         chats = [
             _prompt_chat(self.marked(example.content) if control else example.content, example.where, tools, variables)
-            for example, (control, tools, variables, _) in zip(examples, brought, strict=True)
+            for example, (control, tools, variables, _) in zip(examples, extras, strict=True)
         ]
         texts = self._rendered(chats)
         encoded = self._ids(texts, [isinstance(example.content, str) for example in examples])
@@ -118,7 +118,7 @@ class Template(Wording):
             text
             if isinstance(text, Refusal)
             else Question(example, unmarked(text), np.array(ids, np.int64), *one, unknown=self._unknown_in(text, ids))
-            for example, text, ids, one in zip(examples, texts, encoded, brought, strict=True)
+            for example, text, ids, one in zip(examples, texts, encoded, extras, strict=True)
         ]
 
     def encode(self, texts: Sequence[str], *, plain: Sequence[bool]) -> list[np.ndarray]:
@@ -274,7 +274,7 @@ class Template(Wording):
         question = self.ask([self.content(row, where)], [where], [row])[0]
         return self.complete([question], [answer], ())[0].stable
 
-    def _brought(self, example: ReadRow) -> tuple[tuple[str, ...], Schemas | None, Mapping[str, Any], bool]:
+    def _extras(self, example: ReadRow) -> tuple[tuple[str, ...], Schemas | None, Mapping[str, Any], bool]:
         """What a row brings into its prompt: control tokens, tools, variables, and whether its tools cannot be read.
 
         Control tokens are those whose text stands in messages, tools and variables, once each.  Plain strings and the assistant's
@@ -359,7 +359,7 @@ class Template(Wording):
 
     def _foreign(self, messages: Messages) -> Messages:
         """Messages that neither the recipe nor the assistant wrote."""
-        return [message for message in self.brought(messages) if message["role"] != "assistant"]
+        return [message for message in self.unopened(messages) if message["role"] != "assistant"]
 
     def marked(self, content: Content) -> Content:
         """Messages whose control tokens stand between marks, where they are to be encoded as text; others as they are."""

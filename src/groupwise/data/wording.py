@@ -105,7 +105,7 @@ class Wording:
         content = self.opened(self._in_chat(bare))
         return ReadRow(row, where, content, variables=variables, wrapped=self.chat and isinstance(bare, str))
 
-    def own_content(self, row: Row, where: str = "row") -> Content:
+    def unopened_content(self, row: Row, where: str = "row") -> Content:
         """`content` without the system message of the settings."""
         return self._in_chat(self._bare_content(row, where))
 
@@ -134,7 +134,7 @@ class Wording:
         """The settings' message."""
         return {"role": "system", "content": self.system}
 
-    def brought(self, messages: Messages) -> Messages:
+    def unopened(self, messages: Messages) -> Messages:
         """Messages without the one that the settings put before them."""
         return messages[1:] if self.system is not None and messages[:1] == [self._opening] else messages
 
@@ -145,13 +145,13 @@ class Wording:
         """
         if isinstance(content, str):
             return content
-        brought = self.brought(content)
-        if len(brought) == 1 and brought[0]["role"] == "user" and isinstance(brought[0]["content"], str):
-            return brought[0]["content"]
-        return _KEYS.encode(brought)
+        bare = self.unopened(content)
+        if len(bare) == 1 and bare[0]["role"] == "user" and isinstance(bare[0]["content"], str):
+            return bare[0]["content"]
+        return _KEYS.encode(bare)
 
     def _bare_content(self, row: Row, where: str) -> Content:
-        """`own_content` before `chat` makes a message of a text."""
+        """`unopened_content` before `chat` makes a message of a text."""
         if self.format == "alpaca":
             return _alpaca(row, where)
         if self.format is not None:
@@ -207,7 +207,7 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
     answer = checked_turns(row[column], column, where)
     notes: tuple[str, ...] = ()
     if isinstance(answer, str):
-        prompt = wording.own_content(row, where)
+        prompt = wording.unopened_content(row, where)
     else:
         before = before_the_answer(answer, column, where)
         answer = answer[-1:]
@@ -234,7 +234,7 @@ def _is_text_alone(row: Row, wording: Wording) -> bool:
 
 def _behind_turns(wording: Wording, row: Row, before: Messages, answer: Messages, column: str, where: str) -> Content:
     """The prompt of a row whose answer stands behind turns that may repeat the prompt or go on from it."""
-    prompt = wording.own_content(row, where)
+    prompt = wording.unopened_content(row, where)
     if wording.format is not None and len(before) - len(openings(before)) <= (column == "messages"):
         return prompt if isinstance(prompt, str) else [*openings(before), *prompt]
     if before and isinstance(prompt, str):
@@ -256,7 +256,7 @@ def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:
     Where `wording.format` writes the prompt as messages, those of the system stand before it.
     """
     system = openings(row["chosen"][:-1]) if isinstance(row["chosen"], list) else []
-    prompt = wording.own_content(row, where)
+    prompt = wording.unopened_content(row, where)
     content = wording.opened(prompt if isinstance(prompt, str) else [*system, *prompt])
     sides = [checked_turns(row[side], side, where) for side in ("chosen", "rejected")]
     answers = tuple(side if isinstance(side, str) else side[-1:] for side in sides)
