@@ -329,8 +329,9 @@ no weight decay and no adapter; `final/` holds it unchanged.
 
 ## What is proven when a run begins
 
-Groupwise compares what the run will compute with the model's own forward and backward pass, one sequence at a time, with your
-weights, on the device and in the type of the run. A model that differs is refused, with the reason. The plan says what is proven:
+Groupwise compares what the run will compute with the model's own forward and backward pass, each text by itself or beside others of
+its length, with your weights, on the device and in the type of the run. A model that differs is refused, with the reason. The plan
+says what is proven:
 
 ```text
 proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu in float32, at 7 lengths from 2 to 95 (to 2e-06)
@@ -344,16 +345,16 @@ proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu 
 - under an adapter all of that, with random numbers in the factor that begins at 0.
 
 Texts lie on both sides of every window, chunk, convolution and length that the model names and the run reaches, up to {across}
-tokens. On a CPU a model of more than {large} parameters gets few short texts, and no gradient of embedding and head. Autocast and
-bfloat16 are compared in float32 first, then in the type itself with a wide tolerance. A proof is remembered for the same code,
-weights, device, type and texts (`proven before`).
+tokens. On a CPU a model of more than {large} parameters gets three texts of 7 tokens, and no gradient of embedding and head.
+Autocast and bfloat16 are compared in float32 first, then in the type itself with a wide tolerance. A proof is remembered for the
+same code, weights, device, type and texts (`proven before`).
 
 The proof does not see:
 
 - what begins beyond the run's longest text, beyond {far} tokens at a length that nothing names, or beyond {across};
 - a soft cap that no score reaches;
 - rounding in bfloat16 that is a few times coarser than the model's own: a test compares that for every family;
-- on a CPU, in a large model, what needs many rows, long texts or the gradient of the head to show;
+- on a CPU, in a large model, what needs many rows, long texts, a prompt of one token or the gradient of the head to show;
 - in a reward model run one by one, scores of tokens that depend on later tokens;
 - engines outside of this process (vLLM): their log-probs are watched in every step.
 
