@@ -366,6 +366,7 @@ def _pass(example: WorkedExample, number: int, seen: Pass) -> list[str]:
     names = ["b", "l", "ratio", "A", *(["KL"] if seen.kl is not None else []), "loss", "weight", "dloss/dl"]
     lines = [
         f"{number + 3}. Pass {number}: {first if number == 1 else moved}",
+        *(["  (b, l: log-prob when it was sampled, and now; A: advantage)"] if number == 1 else []),
         "  completion token" + "".join(f"{name:>10}" for name in names),
     ]
     owners = [(i, t) for i, sample in enumerate(example.samples) for t in range(sample.weight.size)]
