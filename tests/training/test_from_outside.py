@@ -69,6 +69,10 @@ def per_prompt(tokens_R, prompt_R):
     return np.where(np.asarray(tokens_R) > 0, 0.01, 0.0)
 
 
+def unsure(terms):
+    return -terms.advantage_M * terms.logp_M * terms.entropy_M.detach()
+
+
 def near_teacher(terms):
     return 0.5 * (terms.logp_M - terms.signals["teacher_logp"]).square()
 
@@ -149,7 +153,14 @@ def test_a_term_with_a_teacher_is_added_to_the_loss(steps: Callable) -> None:
     first, second = steps("TAUGHT", teacher={"ema": 0.5})
     assert "teacher/kl" in first.metrics
     assert abs(first.metrics["loss"]) < 1e-6, "the surrogate's is about 0 too"
+    assert second.metrics["loss/near_teacher"] == pytest.approx(second.metrics["loss"], abs=1e-6)
     assert second.metrics["loss"] > 10 * abs(first.metrics["loss"])
+
+
+def test_a_surrogate_may_read_entropies_without_a_bonus(steps: Callable, module: str) -> None:
+    (first, _) = steps("MINE", group={"surrogate": f"{module}.py:unsure"})
+    assert first.metrics["grad_norm"] > 0
+    assert {"clipped", "gradient"} <= first.columns.keys()
 
 
 def test_a_row_with_a_teacher_s_term_needs_one(steps: Callable) -> None:

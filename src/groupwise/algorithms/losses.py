@@ -67,7 +67,7 @@ class Terms:
     reference_logp_M: Tensor | None = None
     """ref: only with a KL in the loss."""
     entropy_M: Tensor | None = None
-    """Differentiable; only with an entropy bonus."""
+    """Differentiable in an update, a constant where its metrics are computed; else only with an entropy bonus."""
     forking_M: Tensor | None = None
     """bool: the tokens that a high-entropy mask keeps, only with one (`forking`)."""
     sampler_logp_M: Tensor | None = None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.parts import called, checked_loss, fact
+from groupwise.algorithms.parts import called, checked_loss, fact, name_of
 from groupwise.algorithms.table import Algorithm
 from groupwise.errors import DataError
 from groupwise.records import Sample
@@ -44,8 +44,8 @@ class RecordedLoss:
     @classmethod
     def of(cls, algorithm: Algorithm, updates: Sequence[Assessment]) -> RecordedLoss:
         """What updates saw of rollouts; demonstrations are left out."""
-        every = [pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0]
-        return cls(algorithm, [sample for sample, _ in every], [logp for _, logp in every])
+        every = [row for one in updates for row in zip(one.samples, one.seen, one.entropy, strict=True) if row[0].index >= 0]
+        return cls(algorithm, [one for one, _, _ in every], [logp for _, logp, _ in every], [entropy for _, _, entropy in every])
 
     def column(self, values: Sequence[np.ndarray]) -> Tensor:
         """Numbers per sample (n,) as those of the trained tokens (N,), float64."""
@@ -97,6 +97,16 @@ class RecordedLoss:
             },
         )
 
+    @property
+    def weight_N(self) -> Tensor:
+        """Of each token."""
+        return self.column([sample.weight for sample in self.samples])
+
+    def added(self, terms: Terms) -> list[tuple[str, Tensor]]:
+        """The extra terms of log-probs: their names, and the loss of each token (N,)."""
+        read = [term for term in self.algorithm.of_tokens if not fact(term, "of_demonstrations")]
+        return [(name_of(term), checked_loss("extra", term, called("extra", term, terms), terms.logp_M)) for term in read]
+
     def gradient(self) -> tuple[float, Tensor]:
         """The loss without an entropy bonus, which no log-prob decides, and dLoss / dlog-prob of each token (N,).
 
@@ -106,11 +116,8 @@ class RecordedLoss:
         logp_N = self.terms.logp_M.detach().requires_grad_()
         with torch.set_grad_enabled(algorithm.reads_tokens):
             terms = replace(self.terms, logp_M=logp_N, log_ratio_M=logp_N - self.terms.behavior_logp_M)
-            loss_N = algorithm.loss(terms)
-            for term in algorithm.of_tokens:
-                if not fact(term, "of_demonstrations"):
-                    loss_N = loss_N + checked_loss("extra", term, called("extra", term, terms), logp_N)
-            loss = (self.column([sample.weight for sample in self.samples]) * loss_N).sum()
+            loss_N = sum((term_N for _, term_N in self.added(terms)), algorithm.loss(terms))
+            loss = (self.weight_N * loss_N).sum()
         (gradient_N,) = torch.autograd.grad(loss, logp_N) if loss.requires_grad else (torch.zeros_like(logp_N),)
         return float(loss.detach()), gradient_N
 

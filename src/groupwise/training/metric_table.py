@@ -106,6 +106,8 @@ METRICS: tuple[Section, ...] = (
             Metric("loss", "-", "mean over updates of sum(weight x loss)", "The objective. On-policy it is about 0 and says nothing"
                    " of progress. For SFT, DPO and reward models it does.",
                    label="Loss", column="loss"),
+            Metric("loss/TERM", "-", "mean over updates of sum(weight x term)",
+                   "Part of the loss that an extra term of log-probs of your own row is."),
             Metric("grad_norm", "-", "|g|, before clipping; mean over updates", "Length of the gradient.",
                    "no spikes",
                    label="Gradient norm"),

@@ -50,7 +50,8 @@ def measure(
     metrics |= {} if algorithm.entropy_target is None else {"entropy_bonus": updates[-1].stats.entropy_bonus}
     metrics["skipped_updates"] = float(sum(one.stats.skipped for one in updates))
     metrics |= balance(updates) | value_metrics(groups) | logged_metrics(groups)
-    metrics |= ratio_metrics(RecordedLoss.of(algorithm, updates))
+    every = RecordedLoss.of(algorithm, updates)
+    metrics |= ratio_metrics(every) | term_metrics(every, len(updates))
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
     metrics |= kl_metrics(RecordedLoss.of(algorithm, updates[:minibatches])) | teacher_metrics(groups)
     if algorithm.mix > 0.0:  # what sampled is not the policy, and is not meant to be
@@ -208,6 +209,14 @@ def ratio_metrics(recorded: RecordedLoss) -> dict[str, float]:
     if algorithm.off_policy_delta is not None:
         metrics["off_policy/dropped"] = diagnostics.dropped(off_policy_keep(terms, delta=algorithm.off_policy_delta))
     return metrics | diagnostics.progress(terms.logp_M, terms.advantage_M)
+
+
+def term_metrics(recorded: RecordedLoss, updates: int) -> dict[str, float]:
+    """`loss/TERM`: what each extra term of log-probs adds to `loss`, mean over so many updates."""
+    if not recorded.samples:
+        return {}
+    weight_N = recorded.weight_N
+    return {f"loss/{name}": float((weight_N * loss_N).sum()) / updates for name, loss_N in recorded.added(recorded.terms)}
 
 
 def kl_metrics(recorded: RecordedLoss) -> dict[str, float]:
