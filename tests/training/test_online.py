@@ -339,13 +339,13 @@ def test_whitening_leaves_out_what_truncation_masks(preset: str, scored_group: C
     assert all(np.isnan(one).all() for one in targets[:14])
 
 
-def test_three_steps_of_completions_that_are_all_cut_off_and_masked_end_the_run(run: Callable, tiny_policy: Callable) -> None:
+def test_three_steps_of_completions_that_are_all_truncated_and_masked_end_the_run(run: Callable, tiny_policy: Callable) -> None:
     policy = tiny_policy("llama", scale=2.0)
     limit = Sampling(max_new_tokens=1)
     _, steps = run("grpo", policy=policy, engine=Endless(policy, max_rows=8), sampling=limit, truncated="mask", steps=9)
     for step in (next(steps), next(steps)):
         assert (step.metrics["groups/dead"], step.metrics["tokens/trained"], step.metrics["grad_norm"]) == (1.0, 0.0, 0.0)
-    with pytest.raises(RewardError, match=r"every completion of 3 steps was cut off .* raise rollout.max_new_tokens"):
+    with pytest.raises(RewardError, match=r"every completion of 3 steps was truncated .* raise rollout.max_new_tokens"):
         next(steps)
 
 
@@ -356,7 +356,7 @@ def test_a_short_run_without_a_trained_completion_ends_with_an_error(longest: in
     engine = Endless(policy, max_rows=8) if longest == 1 else None
     _, steps = run(algorithm=algorithm, policy=policy, engine=engine, sampling=Sampling(max_new_tokens=longest), steps=1)
     if longest == 1:
-        with pytest.raises(RewardError, match="every completion of 1 steps was cut off"):
+        with pytest.raises(RewardError, match="every completion of 1 steps was truncated"):
             next(steps)
     else:
         assert [step.number for step in steps] == [1]

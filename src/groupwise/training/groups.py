@@ -178,7 +178,7 @@ class SampledRollouts:
                 )
             if masked >= most:
                 raise RewardError(
-                    f"every completion of {masked} steps was cut off at a limit and left out of the loss (group.truncated: mask): "
+                    f"every completion of {masked} steps was truncated and left out of the loss (group.truncated: mask): "
                     "nothing can be learnt; raise rollout.max_new_tokens, or set group.truncated: keep"
                 )
             yield number, (groups, drawn)

@@ -122,7 +122,7 @@ METRICS: tuple[Section, ...] = (
                    label="Tokens trained",
                    flag=Flag(
                         "Nothing is trained",
-                        "Rewards are equal within every group, or every completion is cut off and masked.",
+                        "Rewards are equal within every group, or every completion is truncated and masked.",
                         "Raise rollout.max_new_tokens, or set group.truncated: keep; else as for dead groups: other prompts, "
                         "a better start.",
                         below=1, solved=True)),
@@ -194,10 +194,10 @@ METRICS: tuple[Section, ...] = (
             Metric("completions/mean_terminated_length", "tokens", "mean over completions that ended by themselves",
                    "Length without the truncated ones."),
             Metric("completions/clipped_ratio", "share", "truncated completions / completions",
-                   "Share cut off at `rollout.max_new_tokens`: lengths are clipped, not ratios. The name is TRL's.",
-                   "below 0.1", label="Cut off",
+                   "Share truncated at `rollout.max_new_tokens`. The name is TRL's: lengths are clipped here, not ratios.",
+                   "below 0.1", label="Truncated",
                    flag=Flag(
-                        "Most completions are cut off",
+                        "Most completions are truncated",
                         "{share} of the completions hit the length limit before they ended.",
                         "Raise rollout.max_new_tokens; check that the end token can be sampled (groupwise check); reward "
                         "stopping (soft_overlong).",
@@ -382,7 +382,7 @@ METRICS: tuple[Section, ...] = (
             Metric("eval/rewards/NAME/none", "share", "samples with None / samples",
                    "How often the function did not apply. Written only if it happened."),
             Metric("eval/completions/mean_length", "tokens", "mean n", "Length of the samples."),
-            Metric("eval/completions/clipped_ratio", "share", "truncated samples / samples", "Share cut off."),
+            Metric("eval/completions/clipped_ratio", "share", "truncated samples / samples", "Share truncated."),
             Metric("eval/greedy/COLUMN=VALUE", "share", "greedy accuracy of the rows with that value",
                    "By a column of a built-in task."),
         ),
