@@ -3,8 +3,9 @@
     python benchmarks/proof.py                # shapes S, M, L and a Llama of 135 million parameters
     python benchmarks/proof.py --only 135M
 
-Each load runs in a process of its own on one thread, imports and all.  The first finds an
-empty cache of proofs, the second what the first has left.
+Each load runs in a process of its own on one thread, imports and all, and collects garbage as
+rarely as the command does.  The first finds an empty cache of proofs, the second what the first
+has left.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from _workload import SHAPES, model_folder
 LLAMA = replace(SHAPES["S"], hidden=576, layers=30, heads=9, kv_heads=3, inner=1536, vocab=49152)
 MODELS = {name: SHAPES[name] for name in ("S", "M", "L")} | {"135M": LLAMA}
 LOAD = """
-import sys, time
+import gc, sys, time
+gc.set_threshold(20_000)
 import torch
 torch.set_num_threads(1)
 from groupwise.config.settings import ModelSettings
