@@ -289,9 +289,12 @@ def test_a_large_model_on_a_cpu_is_asked_less_and_behind_its_windows_still(monke
     monkeypatch.setattr(texts, "LARGE", 100)
     small = proven(MistralForCausalLM, MistralConfig, changes={"sliding_window": 40}, sampler=NATIVE, recompute=True)
     assert small.paths == ("scoring", "training", "recompute", "sampling")
-    assert small.lengths[-1] == 42 < full.lengths[-1] and small.lengths[0] <= 7
+    assert small.lengths[-1] == 42 < full.lengths[-1] and small.lengths[0] <= 6
     with pytest.raises(ConfigError, match=r"IgnoresItsWindow .*: scoring"):
         proven(planted.IgnoresItsWindow, MistralConfig, changes={"sliding_window": 40})
+    for kind in (planted.ShiftsPositions, planted.KeepsTables, planted.MixesNeighbours, planted.UsesTheLongestPosition):
+        with pytest.raises(ConfigError, match=rf"{kind.__name__} .*: scoring"):
+            proven(kind)
     with pytest.raises(ConfigError, match=r"ForgetsAGradient .*: training"):
         proven(planted.ForgetsAGradient)
     with pytest.raises(ConfigError, match=r"SamplesWithOldKeys .*: sampling"):

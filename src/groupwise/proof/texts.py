@@ -105,9 +105,10 @@ class Size:
 FULL = Size(  # prompts of one length, and of a single token
     prompts=((1, (2, 7)), (9, (2, 7)), (9, (2, 70))), others=(2, 7), beside=(-2, 1), group=8, rows=24, tokens=70, talk=70, far=1040
 )
-SMALL = Size(prompts=((4, (4,)), (5, (3, 3))), others=(4,), beside=(-1,), group=2, rows=3, tokens=4, talk=12, far=0)
-"""On a CPU, of a model of more than `LARGE` parameters: a pass takes long there, and texts of one length take one.  Far texts are
-left out, but those that lie behind a length at which the model changes."""
+SMALL = Size(prompts=((5, (4,)), (6, (1, 3))), others=(4,), beside=(-1,), group=2, rows=3, tokens=4, talk=12, far=0)
+"""On a CPU, of a model of more than `LARGE` parameters: a pass takes long there, and texts of one length take one.  The lengths of
+a group differ, so that its stream is another when it is turned round.  Far texts are left out, but those that lie behind a length at
+which the model changes."""
 LARGE = 5_000_000
 
 
