@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as its
 
 from groupwise.config.settings import ModelSettings
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, Diverged
 from groupwise.models.loading import load_policy, read_blueprint
 from groupwise.models.saving import save
 from groupwise.models.shape import Shape
+from groupwise.models.streaming import check_finite
 from groupwise.runs.policies import weightless
 
 
@@ -50,6 +51,17 @@ def test_damaged_weights_are_refused(damage: Callable[[Path], None], said: str, 
     damage(tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=said):
         load_policy(ModelSettings(path=str(tmp_path)))
+
+
+def test_a_number_that_is_none_is_found_and_sums_may_overflow(tiny_policy: Callable) -> None:
+    model = tiny_policy().model
+    weight = model.lm_head.weight.data
+    weight[:2, :2] = 3e38
+    check_finite(model)
+    for number in (float("nan"), float("inf"), -float("inf")):
+        weight[1, 1] = number
+        with pytest.raises(Diverged, match="parameter .* holds numbers that are not finite"):
+            check_finite(model)
 
 
 @pytest.mark.parametrize(

@@ -171,10 +171,9 @@ class _Case:
     def compare_all(self) -> tuple[list[Text], list[str], float]:
         """As `compared`.  Gradients are compared of short texts."""
         policy, size, sampler, paths = self.policy, size_of(self.policy), self.sampler, [self.path]
-        drawn_texts, failed = self.texts()
-        texts = sorted(drawn_texts, key=lambda text: text.size > NEAR)
-        learn = [text for text in texts if text.size <= NEAR]
-        others = texts[len(learn) :]
+        texts, failed = self.texts()
+        learn, others = ([text for text in texts if (text.size <= NEAR) == near] for near in (True, False))
+        texts = [*learn, *others]
         with some_gradients(policy, head=size is FULL):
             expected, beside = model_pass(policy, learn, gradients=self.train), model_pass(policy, others, gradients=False)
             if not self.coarse:

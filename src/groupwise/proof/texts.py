@@ -107,8 +107,8 @@ FULL = Size(  # prompts of one length, and of a single token
 )
 SMALL = Size(prompts=((5, (4,)), (6, (1, 3))), others=(4,), beside=(-1,), group=2, rows=3, tokens=4, talk=12, far=0)
 """On a CPU, of a model of more than `LARGE` parameters: a pass takes long there, and texts of one length take one.  The lengths of
-a group differ, so that its stream is another when it is turned round.  Far texts are left out, but those that lie behind a length at
-which the model changes."""
+a group differ, so that its stream is another when it is turned round.  Far texts are left out, but those that lie behind a length
+at which the model changes."""
 LARGE = 5_000_000
 
 
