@@ -60,7 +60,7 @@ def test_a_number_that_is_none_is_found_and_sums_may_overflow(tiny_policy: Calla
     check_finite(model)
     for number in (float("nan"), float("inf"), -float("inf")):
         weight[1, 1] = number
-        with pytest.raises(Diverged, match="parameter .* holds numbers that are not finite"):
+        with pytest.raises(Diverged, match=r"parameter .* holds numbers that are not finite"):
             check_finite(model)
 
 
