@@ -346,8 +346,8 @@ proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu 
 
 Texts lie on both sides of every window, chunk, convolution and length that the model names and the run reaches, up to {across}
 tokens. On a CPU a model of more than {large} parameters gets three texts of up to 8 tokens, and no gradient of embedding and
-head. Autocast and bfloat16 are compared in float32 first, then in the type itself with a wide tolerance. A proof is remembered for the
-same code, weights, device, type and texts (`proven before`).
+head. Autocast and bfloat16 are compared in float32 first, then in the type itself with a wide tolerance. A proof is remembered for
+the same code, weights, device, type and texts (`proven before`).
 
 The proof does not see:
 
