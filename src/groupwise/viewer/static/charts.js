@@ -221,7 +221,8 @@ function chart(element, lines, { label, pick, height = 170, time }) {
   };
   const short = (plot, ticks) => ticks.map((value) => (time ? duration(value) : fmt(value)));
   const tiny = (ticks) => ticks.every((value) => Math.abs(value) < 1e-12);
-  const exact = (plot, ticks) => ticks.map((value) => (tiny(ticks) && value ? value.toExponential(1).replace("e-", "e−") : fmt(value)));
+  const exact = (plot, ticks) =>
+    ticks.map((value) => (tiny(ticks) && value ? value.toExponential(1).replace("e-", "e−") : fmt(value)));
   const flat = (value) => (value ? rangeOf([value]) : [0, 1]);
   const plot = new uPlot(
     {
