@@ -88,6 +88,9 @@ class RewardError(GroupwiseError):
     """A reward function that raised, or returned something that is not one number or None per completion; or completions of which
     nothing can be learnt."""
 
+    of_file = False
+    """True if a function of a file failed, which can be repaired."""
+
 
 class EnvironmentFailure(GroupwiseError):
     """An environment or a tool that cannot be used, or that failed in a way that is not an answer to the policy."""

@@ -304,6 +304,11 @@ def test_a_signal_that_does_not_exist_is_no_fact(part: str, resolved: Callable) 
         resolved(f"{part}\nf.reads = ('values',)\n", credit="my_parts.py:f")
 
 
+def test_log_probs_that_every_part_gets_need_no_declaration(resolved: Callable) -> None:
+    with pytest.raises(ConfigError, match="reads 'reference_logp', which needs no declaration: leave it out"):
+        resolved("def f(groups): return []\nf.reads = ('reference_logp',)\n", credit="my_parts.py:f")
+
+
 def test_an_object_that_cannot_be_called_is_no_part(resolved: Callable) -> None:
     with pytest.raises(ConfigError, match="the surrogate is an object of F, which has no method __call__"):
         resolved("class F:\n    pass\n", surrogate="my_parts.py:F")

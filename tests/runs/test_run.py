@@ -319,14 +319,16 @@ def test_the_closing_table_fits_and_says_what_it_is_about(recipe: Callable) -> N
     assert "groupwise score " in text
 
 
-@pytest.mark.parametrize("objective", ["grpo", "sft"])
+@pytest.mark.parametrize("objective", ["grpo", "sft", "reward"])
 def test_a_resumed_run_knows_its_first_evaluation(recipe: Callable, tmp_path: Path, objective: str) -> None:
-    """Of prompts the figures of the reward functions, of rows the loss."""
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{n}+1", "completion": str(n + 1)}) + "\n" for n in range(20))
-    )
+    """Of prompts the figures of the reward functions, of rows the loss, of pairs also what plain rules get."""
+    sides = {"sft": ("completion",), "reward": ("chosen", "rejected")}.get(objective, ())
+    lines = [{"prompt": f"{n}+1"} | {side: f"{n + 1}{side[:i]}" for i, side in enumerate(sides)} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = {"rewards": [], "data": {"task": None, "path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0.4, "eval_limit": None}}
-    changes = GRPO if objective == "grpo" else {"objective": "sft"} | rows
+    if objective == "reward":
+        rows["data"] |= {"eval_fraction": {"validation": 0.2, "test": 0.2}}
+    changes = GRPO if objective == "grpo" else {"objective": objective} | rows
     path = recipe(name="left", **changes | {"steps": 2, "eval": {"at_start": True, "max_new_tokens": 4}})
     for step in train(load_recipe(path)):
         if step.number == 1:

@@ -93,6 +93,11 @@ def without_rows(log_q_CV, log_p_CV):
 
 
 MINE = replace(ALGORITHMS["grpo"], name="mine", credit=Signed(), surrogate=Banded(), ratio=halved, weights=per_prompt)
+def calm(terms):
+    return -0.01 * terms.entropy_M
+
+
+CALM = replace(ALGORITHMS["grpo"], name="calm", extra=(calm,))
 TAUGHT = replace(ALGORITHMS["grpo"], name="taught", extra=(near_teacher,))
 VALUED = replace(ALGORITHMS["ppo"], name="valued", extra=(absolute,))
 DISTILLED = replace(ALGORITHMS["distill"], name="distilled")
@@ -155,6 +160,11 @@ def test_a_term_with_a_teacher_is_added_to_the_loss(steps: Callable) -> None:
     assert abs(first.metrics["loss"]) < 1e-6, "the surrogate's is about 0 too"
     assert second.metrics["loss/near_teacher"] == pytest.approx(second.metrics["loss"], abs=1e-6)
     assert second.metrics["loss"] > 10 * abs(first.metrics["loss"])
+
+
+def test_a_term_of_entropies_alone_is_trained_and_measured(steps: Callable) -> None:
+    (first, _) = steps("CALM")
+    assert first.metrics["loss/calm"] < 0
 
 
 def test_a_surrogate_may_read_entropies_without_a_bonus(steps: Callable, module: str) -> None:

@@ -247,6 +247,8 @@ def check_inputs(kind: str, part: Callable[..., Any]) -> None:
         raise ConfigError(message, key=key) from None
     signals = (*READS, "teacher") if kind == "extra" else READS
     for name in fact(part, "reads") if kind in ("credit", "extra") else ():
+        if name in ("reference_logp", "scored_logp"):
+            raise refused(kind, part, f"reads {name!r}, which needs no declaration: leave it out")
         if name not in signals:
             raise refused(kind, part, f"reads {name!r}, which is no signal{closest(name, signals)}: there are {', '.join(signals)}")
 

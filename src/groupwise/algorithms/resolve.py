@@ -68,9 +68,8 @@ def row_of(objective: str) -> Algorithm:
         raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}", key="objective")
     for kind in KINDS:
         if not callable(part := getattr(row, kind)):
-            raise ConfigError(
-                f"objective: {kind} of {objective!r} is {part!r}: give the function or object itself", key="objective"
-            )
+            shown = repr(part) if isinstance(part, str) else f"an object of {type(part).__name__}"
+            raise ConfigError(f"objective: {kind} of {objective!r} is {shown}: give the function or object itself", key="objective")
     if not isinstance(row.extra, tuple | list) or not all(map(callable, row.extra)):
         raise ConfigError(f"objective: extra of {objective!r} is {row.extra!r}: give a tuple, extra=(my_term,)", key="objective")
     return row

@@ -253,12 +253,13 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Findings:
         yield f"{at} holds out everything: its parts sum to {sum(data.parts.values()):g}"
     if data.template is not None and (wrong := _wrong_template(data.template)):
         yield f"data.template: {wrong}"
-    sampling = is_online(recipe.objective)
+    sampling, stages = is_online(recipe.objective), "; of several stages, in those that read it"
     if data.max_tokens is not None and sampling and recipe.teacher.demonstrations is None:
-        bounds = "set data.max_prompt_tokens and rollout.max_new_tokens"
+        bounds = f"set data.max_prompt_tokens and rollout.max_new_tokens{stages}"
         yield f"data.max_tokens is for rows that an objective learns from, and {recipe.objective!r} samples completions: {bounds}"
     if data.max_prompt_tokens is not None and not sampling and not recipe.rewards:
-        yield f"data.max_prompt_tokens is for prompts to sample from; {recipe.objective!r} learns from rows: set data.max_tokens"
+        instead = f"set data.max_tokens{stages}"
+        yield f"data.max_prompt_tokens is for prompts to sample from; {recipe.objective!r} learns from rows: {instead}"
     for ours, theirs in data.columns.items():
         near = nearest(ours, ROW, cutoff=0.85)
         if near is not None and ours not in ROW and f"{ours}s" != near:  # `message` may be a column that a reward asks for

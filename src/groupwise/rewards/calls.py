@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from groupwise.config.live_objects import LIVE
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.functions import RewardCall
 from groupwise.rewards.trainer_state import joined
@@ -65,21 +66,23 @@ def failure(reward: Reward, labels: Sequence[str], happened: str, texts: Texts |
 
     It may quote a completion: control characters are shown as escapes.
     """
-    return _quoting(f"the reward function {reward.name!r} {happened}; {on} {described(labels)}", texts)
+    return _quoting(reward, f"the reward function {reward.name!r} {happened}; {on} {described(labels)}", texts)
 
 
 def raised(reward: Reward, labels: Sequence[str], words: Mapping[str, str], texts: Texts | None = None) -> RewardError:
     """The error of a call that raised.   words: of `process_main.described`."""
     if words["kind"] == "RewardError":
-        return _quoting(words["error"], texts)
+        return _quoting(reward, words["error"], texts)
     where = f" ({words['where']})" if words["where"] else ""
     on = "on" if texts is None or reward.signature.single else "probably on"  # by variables, which outlive their loop
     return failure(reward, labels, f"raised {words['kind']}: {words['error']}{where}", texts, on)
 
 
-def _quoting(message: str, texts: Texts | None) -> RewardError:
+def _quoting(reward: Reward, message: str, texts: Texts | None) -> RewardError:
     quoted = "" if texts is None else f"; the completion: {texts[1]!r}, the prompt: {texts[0]!r}"
-    return RewardError(escaped(message, keep="") + quoted)
+    error = RewardError(escaped(message, keep="") + quoted)
+    error.of_file = not reward.spec.startswith(LIVE)
+    return error
 
 
 def outcomes_of(calls: Sequence[RewardCall], answers: Sequence[Mapping[str, Any] | None]) -> list[Outcome]:

@@ -180,7 +180,7 @@ class Run:
             torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended, KeyboardInterrupt)):
             error.add_note(comm.advice())
-        if isinstance(error, RewardError) and checkpoint.exists(self.folder):
+        if isinstance(error, RewardError) and error.of_file and checkpoint.exists(self.folder):
             error.add_note("with a repaired file of reward functions it continues by accept_changes=True")
 
     def steps(self) -> Iterator[Step]:
@@ -359,7 +359,8 @@ def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Jud
     if not isinstance(after, Evaluation):
         named = {label: figure(name) for label, name in OBJECTIVES[recipe.objective].objective(recipe).headlines.items()}
         shown = {label: f"{one.mean:.4g}" if math.isnan(one.half) else str(one) for label, one in named.items()}
-        return replace(after, figures=figures, shown=shown)
+        rules = after.summary() if "validation" in recipe.data.parts else {}  # of the same rows
+        return replace(after, figures=figures, shown=shown | {label: text for label, text in rules.items() if label not in shown})
     part = None if "validation" in recipe.data.parts else recipe.eval.prompts
     return replace(
         after,
@@ -371,7 +372,7 @@ def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Jud
         reward=figure("reward"),
         length=figure("completions/mean_length").mean,
         truncated=figure("completions/clipped_ratio").mean,
-        by_function={name: figure(f"rewards/{name}") for name in after.by_function},
+        by_function={name: figure("sampled" if name == after.verdict else f"rewards/{name}") for name in after.by_function},
         none={name: figures[key] for name in after.by_function if (key := f"rewards/{name}/none") in figures},
         by_column={},
         groups=(),

@@ -103,9 +103,9 @@ class RecordedLoss:
         return self.column([sample.weight for sample in self.samples])
 
     def added(self, terms: Terms) -> list[tuple[str, Tensor]]:
-        """The extra terms of log-probs: their names, and the loss of each token (N,)."""
-        read = [term for term in self.algorithm.of_tokens if not fact(term, "of_demonstrations")]
-        return [(name_of(term), checked_loss("extra", term, called("extra", term, terms), terms.logp_M)) for term in read]
+        """The extra terms of log-probs: their names, and the loss of each token (N,), which may depend on entropies alone."""
+        read, logp_N = [term for term in self.algorithm.of_tokens if not fact(term, "of_demonstrations")], terms.logp_M.detach()
+        return [(name_of(term), checked_loss("extra", term, called("extra", term, terms), logp_N)) for term in read]
 
     def gradient(self) -> tuple[float, Tensor]:
         """The loss without an entropy bonus, which no log-prob decides, and dLoss / dlog-prob of each token (N,).

@@ -100,8 +100,9 @@ def pretrain_critic(
 ) -> Iterator[Step]:
     """Train a critic alone, on the returns of a policy that stays as it is; yield a `Step` after every rollout.
 
-    It comes before `train_online`, whose arguments it has.  The loss in its metrics is the policy's.
+    It comes before `train_online`, whose arguments it has but for the optimizer.  The loss in its metrics is the policy's.
     """
+    check_models(algorithm, reference=reference, critic=critic, teacher=teacher)
     for clock, number, (groups, drawn) in timed(rollouts):
         with clock.phase("signals"):
             hinted = None if teacher is None else teacher.with_hints(groups)
