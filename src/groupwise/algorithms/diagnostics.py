@@ -18,8 +18,8 @@ def ratio(log_ratio_N: Tensor, cut_N: Tensor | None = None) -> dict[str, float]:
     """The importance ratio at the algorithm's level: its range, its effective sample size, and how much of it is clipped.
 
     `ratio/kl` estimates KL(behaviour || policy) as mean(rho - 1 - log rho).  `ratio/ess` is (sum rho)^2 / (N sum rho^2), 1 when
-    on-policy.  cut_N: bool, the tokens whose gradient the surrogate cut (`Algorithm.cut`); `clip/low` is the share of those with a
-    ratio below 1, `clip/high` that of the others.
+    on-policy.  cut_N: bool, the tokens whose gradient the surrogate cut (`Algorithm.cut`); `clip/low` counts those
+    with a ratio below 1, `clip/high` the others, both as shares of all N.
     """
     if log_ratio_N.numel() == 0:
         return {}

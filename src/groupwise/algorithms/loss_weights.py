@@ -45,7 +45,7 @@ class Constant(Weights):
     """`1 / (R length)`, length = longest allowed completion: no length bias at all (Dr. GRPO, 2503.20783)."""
 
     length: MaybeCount = None
-    """None: `rollout.max_new_tokens`, filled in by `resolve`."""
+    """None: `rollout.max_new_tokens`, which `algorithms.resolve.resolve` fills in; the row of the table cannot run before."""
 
     def __call__(self, tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
         n_R = np.asarray(tokens_R)

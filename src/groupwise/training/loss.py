@@ -1,8 +1,8 @@
 """The loss of a packed batch: one object with one call, the sum of terms, each with a weight for every token.
 
-`Loss` is an online algorithm's: surrogate and KL, entropy bonus, and the extra terms of its row, each `sum(weight x term)`.  For
-plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the completion's advantage, it is
-`sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`.
+`Loss` is an online algorithm's: surrogate, KL and the extra terms of its row, each `sum(weight x term)`, and an entropy bonus,
+which is a mean over tokens of its own.  For plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the
+completion's advantage, it is `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`.
 
 M trained positions of a micro-batch   C those of a chunk of it   D width
 """
@@ -60,10 +60,10 @@ class Loss:
                     if terms.sampled_M is not None or not fact(term, "of_demonstrations"):
                         loss = loss + self.term_loss(batch, term, terms, rows_C)
                 chunk.loss = loss
-        value = head.total() + self.states(passed, hidden_MD, head.logp_M)
+        value = head.total() + self.state_terms(passed, hidden_MD, head.logp_M)
         return value + passed.router_loss, seen_by(head)
 
-    def states(self, passed: BatchPass, hidden_MD: Tensor, logp_M: Tensor) -> Tensor | float:
+    def state_terms(self, passed: BatchPass, hidden_MD: Tensor, logp_M: Tensor) -> Tensor | float:
         """The extra terms that read values or the teacher's distributions, as far as the loss has a critic and a teacher;
         log-probs are constants to them."""
         lacking = {name for name, one in (("value", self.critic), ("teacher", self.teacher)) if one is None}

@@ -31,7 +31,8 @@ def add_signals(
 
     reference: `reference_logp`.   teacher: `teacher_logp`, after its own prompts, where the algorithm reads it.
     scorer: `scored_logp`, of the policy before its first update (`scores_first`).
-    critic: `value`, and `return`, its regression target; the values of a new head are then centred.
+    critic: `value`, and `return`, its regression target.  Then a new head's bias is moved, for the passes that follow: the stored
+    values stay as they are.
     """
     samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
     columns = {
