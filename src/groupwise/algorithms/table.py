@@ -58,8 +58,8 @@ class Algorithm:
     surrogate: Callable[..., Any] = losses.Clipped()  # noqa: RUF009 - frozen
     weights: Callable[..., Any] = loss_weights.SequenceMean()  # noqa: RUF009 - frozen
     dead_groups: Literal["exact", "drop", "refill"] = "exact"
-    """What becomes of groups whose advantages are all 0.  `exact`: they count in every mean, and have no forward pass unless a KL, a
-    bonus, an extra term or a critic needs one (`samples.with_gradient`).  `drop`: the means leave them out (`samples.weigh`).
+    """What becomes of groups whose advantages are all 0.  `exact`: they count in every mean, and have no forward pass unless a KL,
+    a bonus, an extra term or a critic needs one (`samples.with_gradient`).  `drop`: the means leave them out (`samples.weigh`).
     `refill`: further prompts are sampled in their place (`groups.SampledRollouts.collect`)."""
     truncated: Literal["keep", "mask"] = "keep"
     """Completions that a limit ended.  `mask`: no token of theirs is trained; means over completions count them."""
@@ -67,8 +67,8 @@ class Algorithm:
     """Weight of the KL to the reference; 0: there is no reference."""
     kl: Callable[..., Any] = kl_estimators.K3()  # noqa: RUF009 - frozen
     kl_place: Literal["loss", "reward"] = "loss"
-    """In the loss it is added by `loss`.  In the reward it is subtracted by `credit`, by its own `beta`, which `resolve` sets to this,
-    and by its own estimator (k1, if it has no other); `kl` is not read then."""
+    """In the loss it is added by `loss`.  In the reward it is subtracted by `credit`, by its own `beta`, which `resolve` sets to
+    this, and by its own estimator (k1, if it has no other); `kl` is not read then."""
     entropy_bonus: float = 0.0
     entropy_target: float | None = None
     """Sampled entropy, nats, below which the bonus grows: `with_bonus`; None: it stays as it is."""

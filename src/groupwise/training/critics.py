@@ -47,8 +47,8 @@ class Critic:
     def on(cls, policy: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int) -> Critic:
         """A new head on the policy's backbone; its values are 0 at first.   updates: of the run, for the schedule.
 
-        It reads states of length 1, so that a learning rate means the same for every model.  Its bias is not learnt by gradients but
-        moved in each step, after its values were read (`centre`): learnt with the weights, the mean of the returns would pass
+        It reads states of length 1, so that a learning rate means the same for every model.  Its bias is not learnt by gradients
+        but moved in each step, after its values were read (`centre`): learnt with the weights, the mean of the returns would pass
         through every feature, and values would differ from token to token by nothing that is about the reward.
         """
         width, precision = policy.head.weight_VD.shape[1], torch.promote_types(policy.dtype, torch.float32)
