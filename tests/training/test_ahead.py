@@ -128,10 +128,17 @@ def test_every_token_was_drawn_by_the_weights_that_it_names_and_none_is_older_th
 def test_sampling_goes_on_while_a_step_is_trained(run: Callable) -> None:
     """The next rollout is begun before the step at hand is trained on, and the one after it is not."""
     engine, steps = run(PrefetchedRollouts(1, beside=True), Apart, steps=4)
-    released = threading.Event()
-    engine.before_group = lambda name: None if name in ("0/0", "0/1") else (released.wait(20), None)[1]
+    begun, released = threading.Event(), threading.Event()
+
+    def wait(name: str) -> None:
+        if name not in ("0/0", "0/1"):
+            begun.set()
+            released.wait(60)
+
+    engine.before_group = wait
     first = next(steps)  # step 1 is over though nothing of rollout 2 has come
     assert first.number == 1
+    assert begun.wait(60)
     # The first two are begun by two threads at once: either may come first.
     assert sorted(engine.begun) == [("0/0", 0), ("0/2", 0)]
     released.set()
