@@ -282,7 +282,8 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     )
     algorithm = replace(resolve("grpo", settings, 8), correction=Correction())
     groups = add_signals(groups, algorithm, reference=frozen_copy(policy), budget=1000)
-    made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}
+    names = ("value", "old_value", "return", "teacher_logp")
+    made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(names)}
     groups = [
         replace(
             group,

@@ -490,7 +490,8 @@ def test_a_function_that_raised_may_come_back_repaired(call: Callable) -> None:
     steps = iter(call(rewards=[reward], steps=3, save={"every": 1}))
     assert next(steps).number == 1
     Path("broken").touch()
-    with pytest.raises(gw.GroupwiseError, match=r"ValueError: no number .*on completion \d of row \d+ \(epoch \d+\); the completion: '") as caught:
+    place = r"ValueError: no number .*on completion \d of row \d+ \(epoch \d+\); the completion: '"
+    with pytest.raises(gw.GroupwiseError, match=place) as caught:
         next(steps)
     assert not any("accept_changes" in note for note in caught.value.__notes__), "of an object only the name counts"
     assert [step.number for step in call(rewards=[repaired], steps=3, save={"every": 1})] == [2, 3]

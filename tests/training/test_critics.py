@@ -175,16 +175,19 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
     settings = CriticSettings(coefficient=0.3, clip=0.1)
     algorithm = resolve("ppo", GroupSettings(group_size=4, beta=0.1), 12, settings)
     critic = settled(Critic.on(policy, settings, OptimizerSettings(), 1))
+    critic.head.bias.fill_(start := -0.4)
     reference = tiny_policy(dtype=torch.float64, scale=1.9)
     scored = add_signals(groups, algorithm, reference=reference, critic=critic, budget=100)
-    critic.head.bias.zero_()  # as it was when it read; it has been centred since
+    shift = float(critic.head.bias) - start
+    assert shift > settings.clip, "the first step moves the bias further than the loss lets a value go"
     samples = weigh(scored, algorithm.credit(scored), algorithm)
     for sample in samples:  # values are those of the model's own states
         np.testing.assert_allclose(
-            sample.extra["value"][sample.weight != 0],
+            sample.extra["old_value"][sample.weight != 0],
             critic.values(states(policy, sample)[0]).detach().numpy()[sample.weight != 0],
             atol=1e-10,
         )
+        np.testing.assert_allclose(sample.extra["old_value"], sample.extra["value"] + shift, atol=1e-12)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.02)
@@ -201,7 +204,7 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
     for sample in samples:
         trained = sample.weight != 0
         hidden, logp = (column[torch.from_numpy(trained)] for column in states(policy, sample))
-        columns = (sample.advantage, sample.behavior_logp, sample.extra["value"], sample.extra["return"])
+        columns = (sample.advantage, sample.behavior_logp, sample.extra["old_value"], sample.extra["return"])
         advantage, behavior, before, target = (torch.from_numpy(column[trained]) for column in columns)
         ratio, value = (logp - behavior).exp(), critic.values(hidden)
         expected = expected - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / tokens
@@ -307,7 +310,7 @@ def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(own: bool, tmp_pat
     whole = list(train(load_recipe(write_recipe(tmp_path, "whole", **changes))))
     assert [step.metrics["lr"] > 0 for step in whole] == [False] * (2 if own else 1) + [True] * (2 if own else 3)
     assert all({"value/mean", "value/loss", "value/return"} <= step.metrics.keys() for step in whole)
-    assert all(set(group.signals) == {"reference_logp", "value", "return"} for step in whole for group in step.groups)
+    assert all(set(group.signals) == {"reference_logp", "value", "old_value", "return"} for step in whole for group in step.groups)
     path = write_recipe(tmp_path, "broken", **changes)
     for stop in (1, 2):
         for step in (steps := train(load_recipe(path))):

@@ -63,7 +63,7 @@ def test_one_live_and_one_dead_group_by_hand() -> None:
 @pytest.mark.parametrize(
     ("options", "signals", "passes"),
     [
-        ({"values": True}, ("value", "return"), 1),
+        ({"values": True}, ("value", "old_value", "return"), 1),
         ({}, ("reference_logp",), 1),
         ({}, ("reference_logp", "scored_logp"), 2),
         ({"critic": SHAPE}, ("value",), 1 + 3),

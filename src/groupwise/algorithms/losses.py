@@ -269,8 +269,8 @@ class Silent(Surrogate):
 class ValueLoss(Term):
     """`0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`: what a critic learns.
 
-    V is the value now, V_old the value before the step's first update, R the return, NaN where nothing is to be learnt.  `resolve`
-    sets both options to those of a recipe's `critic`.
+    V is the value now, V_old the value before the step's first update, after a new head's bias was moved, R the return, NaN where
+    nothing is to be learnt.  `resolve` sets both options to those of a recipe's `critic`.
     """
 
     clip: MaybeNotNegative = 0.2
@@ -279,7 +279,7 @@ class ValueLoss(Term):
 
     def __call__(self, terms: Terms) -> Tensor:
         assert terms.value_M is not None
-        before_M, return_M = terms.signals["value"], terms.signals["return"]
+        before_M, return_M = terms.signals["old_value"], terms.signals["return"]
         known_M = ~return_M.isnan()
         loss_M = clipped_value(terms.value_M, before_M, return_M.where(known_M, before_M), clip=self.clip)
         return self.coefficient * (known_M * loss_M)

@@ -84,9 +84,17 @@ class Critic:
         return value_M.new_zeros(()), value_M
 
     @torch.no_grad()
-    def centre(self, groups: Sequence[Scored]) -> None:
-        """Move the values of a new head to where they and their targets have one mean."""
+    def centre(self, groups: Sequence[Scored]) -> list[Scored]:
+        """Move the values of a new head to where they and their targets have one mean; the groups with `old_value`, V after that.
+
+        The value loss bounds how far V moves from `old_value`: measured from `value`, the bias alone could use up the bound.
+        """
+        gaps = [t - v for group in groups for t, v in zip(group.signals["return"], group.signals["value"], strict=True)]
+        known_N = np.concatenate(gaps)
+        known_N = known_N[~np.isnan(known_N)]
+        shift = float(known_N.mean()) if self.shared and known_N.size else 0.0
         if self.shared:
-            gaps = [t - v for group in groups for t, v in zip(group.signals["return"], group.signals["value"], strict=True)]
-            gap_N = np.concatenate(gaps)
-            self.head.bias += 0.0 if np.isnan(gap_N).all() else float(np.nanmean(gap_N))
+            self.head.bias += shift
+        return [
+            replace(one, signals={**one.signals, "old_value": tuple(v + shift for v in one.signals["value"])}) for one in groups
+        ]

@@ -32,7 +32,7 @@ from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.engine import Engine
 from groupwise.utils import threads
 
-COMPUTED = ("reference_logp", "scored_logp", "teacher_logp", "value", "return")
+COMPUTED = ("reference_logp", "scored_logp", "teacher_logp", "value", "old_value", "return")
 """Signals that training computes."""
 IDLE_STEPS = 3
 """Steps in a row without a single reward, or without a single completion that is trained, after which a run ends."""

@@ -15,7 +15,7 @@ from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.records import Finish, Rollout, Sample, Scored, stretches
 
-SIGNALS = ("scored_logp", "value", "return", "teacher_logp", "process")
+SIGNALS = ("scored_logp", "value", "old_value", "return", "teacher_logp", "process")
 """Signals of completions that a loss may read, beside the reference's."""
 WEIGHT, POLICY = "weight/", "policy"
 """Where demonstrations are mixed in, each term of the loss has a column of weights: `WEIGHT` and its name, or `POLICY` for the
@@ -39,7 +39,7 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     credit = [advantage for group in advantages for advantage in group]
     signals = [{name: column[i] for name, column in group.signals.items()} for group in groups for i in range(len(group.rollouts))]
     columns = zip(rollouts, weight_R, credit, signals, tokens_R, strict=True)
-    read = {name for term in algorithm.extra for name in fact(term, "reads")} | {"scored_logp", "value", "return"}
+    read = {name for term in algorithm.extra for name in fact(term, "reads")} | {"scored_logp", "value", "old_value", "return"}
     return [
         sample_of(
             rollout,

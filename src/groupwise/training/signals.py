@@ -31,8 +31,8 @@ def add_signals(
 
     reference: `reference_logp`.   teacher: `teacher_logp`, after its own prompts, where the algorithm reads it.
     scorer: `scored_logp`, of the policy before its first update (`scores_first`).
-    critic: `value`, and `return`, its regression target.  Then a new head's bias is moved, for the passes that follow: the stored
-    values stay as they are.
+    critic: `value`, which the credit reads, and `return`, its regression target.  Then a new head's bias is moved, for the passes
+    that follow; `old_value` is the value with that bias.
     """
     samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
     columns = {
@@ -51,7 +51,7 @@ def add_signals(
     if critic is not None:
         targets = zip(groups, algorithm.returns(groups), strict=True)
         groups = [replace(one, signals={**one.signals, "return": tuple(target)}) for one, target in targets]
-        critic.centre(groups)
+        groups = critic.centre(groups)
     return groups
 
 
