@@ -99,37 +99,36 @@ STEP = re.compile(r"step \d+/\d+ ")
 PARTS = (
     Part(
         "The demo",
-        "You need Linux or macOS, Python 3.11 or 3.12 and make ([install](install.md)). `make demo` makes a virtual environment,\n"
-        "installs, and trains a model of 0.4M parameters on three-digit addition. First it imitates demonstrators who forget\n"
-        "carries (SFT). Then it learns only from whether its answers are right (GRPO).",
+        "You need Linux or macOS, Python 3.11 or 3.12 and make ([install](install.md)). `make demo` creates a virtual\n"
+        "environment, installs Groupwise, and trains a model of 0.4M parameters on three-digit addition. SFT first trains it on\n"
+        "demonstrations that forget carries. GRPO then rewards right answers.",
         runs=(Run("make demo", lines=(0, 30), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),
-        after="The last table is the result: accuracy on prompts that training never saw, before and after GRPO. "
-        "± is half of a 95 %\ninterval. [The line in the terminal](monitoring.md#the-line-in-the-terminal) explains the words of a "
-        "step, the\n[glossary](words.md) the others. `source .venv/bin/activate` puts `groupwise` on your path.",
+        after="The last table is the result: accuracy on held-out prompts, before and after GRPO.\n"
+        "[The line in the terminal](monitoring.md#the-line-in-the-terminal) explains the figures of a step,\n"
+        "the [glossary](words.md) all other terms. `source .venv/bin/activate` puts `groupwise` on your path.",
     ),
     Part(
         "Your data, your reward",
-        "Data are rows with a `prompt` and the columns that your rewards need. These are additions whose last two digits carry,\n"
-        "which the demonstrators get wrong. The reward gives partial credit for every right digit.",
+        "A row of data has a `prompt` and the columns that your rewards need. These rows are additions whose last two digits\n"
+        "carry; the demonstrations get them wrong. The reward `digits` gives partial credit for each right digit.",
         files=(("python", "make_data.py", DATA), ("python", "my_rewards.py", REWARD), ("yaml", "my.yaml", RECIPE)),
         runs=(
             Run("python make_data.py && head -n 3 train.jsonl"),
             Run(
                 "groupwise score my_rewards.py:digits runs/demo/grpo",
-                "Try the reward on completions that exist: those of the demo's last step.",
+                "Test the reward on the completions of the demo's last step.",
                 (12, 0),
             ),
             Run(
                 "groupwise check my.yaml",
-                "The preflight compares sampled with scored log-probs, and tests gold answers and end tokens.",
+                "`groupwise check` compares sampled with scored log-probs and tests gold answers and end tokens.",
                 (0, 12),
             ),
         ),
     ),
     Part(
         "Train",
-        "The plan comes first, then each step. In a terminal it is one line that is renewed. Ctrl-C saves the last step. The same\n"
-        "command continues from there.",
+        "The run prints its plan, then one line for each step. Ctrl-C saves the last step. The same command continues from there.",
         runs=(
             Run(
                 "groupwise train my.yaml",
@@ -137,23 +136,23 @@ PARTS = (
                 fast="groupwise train my.yaml steps=2 eval.every=1 eval.k=2 data.limit=60 group.prompts_per_step=4",
             ),
         ),
-        after="Look at the sampled accuracy on held-out prompts. The mean reward also contains 0.2 times `digits`.",
+        after="The result is the sampled accuracy on held-out prompts. The mean reward also contains 0.2 times `digits`.",
     ),
     Part(
         "Evaluate, look, share",
-        "An evaluation answers the prompts that the run held out. `--data FILE` takes other rows.",
+        "`groupwise eval` answers the run's held-out prompts, or the rows of `--data FILE`.",
         runs=(
             Run("groupwise eval runs/mine", fast="groupwise eval runs/mine --limit 4"),
             Run(
                 "groupwise replay runs/mine --step 20 --set objective=dr_grpo",
-                "What would Dr. GRPO have done with the same completions? The replay recomputes the recorded step, "
-                "first as it was,\nthen with the change:",
+                "What would Dr. GRPO have done with the same completions? A replay recomputes the recorded step, first unchanged,\n"
+                "then with the change:",
                 (0, 13),
                 fast="groupwise replay runs/mine --step 2 --set objective=dr_grpo",
             ),
             Run(
                 "groupwise view runs/mine --export report.html && ls report.html",
-                "`groupwise view runs/mine` opens the run in the browser. `--export` writes one page that you can mail.",
+                "`groupwise view runs/mine` opens the run in the browser. `--export` writes it as one page.",
             ),
         ),
         after="![The viewer on a run](images/viewer.png)\n\n"
@@ -164,8 +163,8 @@ PARTS = (
 HEAD = """\
 # The first hour
 
-Train a tiny model, then train it further on your data with your reward. `python docs/first_hour.py` ran every command below on a
-fresh clone. {what}
+Train a tiny model, then train it further on your data with your reward. `python docs/first_hour.py` ran all commands of
+this page in a fresh clone. {what}
 """
 
 
@@ -233,7 +232,7 @@ def transcript(folder: Path, environment: dict[str, str], *, fast: bool) -> str:
     cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
     processor = sum(spent for _, spent in shell.spent)
     what = f"Together they took {processor / 60:.1f} minutes of processor time, installation included ({cpu})."
-    what += "\n`left`, `time` and `tok/s` in the output are by the clock, which other work on the machine slows."
+    what += "\n`left`, `time` and `tok/s` in the output are wall time on a busy machine."
     return (HEAD.format(what=what) + "\n" + "\n".join(body)).rstrip("\n") + "\n"
 
 
