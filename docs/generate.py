@@ -56,8 +56,9 @@ NOTATION = """\
 | R, N | completions of a step, and their trained tokens |
 | r_i, A_i, n_i | reward, advantage and tokens of completion i |
 | L | the longest that a completion may be |
-| l, b, ref | log-prob of a token under the policy, the behavior policy that sampled it, and the reference |
-| rho | exp(l - b) |
+| l, old, ref | log-prob of a token under the policy, the old policy (before the step), and the reference |
+| b | log-prob under the behavior policy, which sampled: `old`, unless another engine or older weights sampled |
+| rho | exp(l - old) |
 | sg | stops the gradient |
 | clip(rho) | clip(rho, 0.8, 1.2), where no bounds are written |
 

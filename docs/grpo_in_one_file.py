@@ -5,7 +5,7 @@ does with the preset `grpo`, without what makes that fast (a cache of keys and v
 chunks); a test runs both on the same weights, prompts and random numbers and asks for the same ten steps.
 
 P positions of a stream   N completion tokens of a step, one completion after the other   R completions   V vocabulary   D width
-l log-prob of a token under the policy being trained, b under the behavior policy that drew it, ref under the reference; nats
+l log-prob of a token under the policy being trained, old under the policy before the step, which drew it, ref under the reference
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def advantages(reward_G: Tensor) -> Tensor:
     return (reward_G - reward_G.mean()) / (reward_G.std() + 1e-4)
 
 
-def token_loss(logp_N: Tensor, behavior_N: Tensor, advantage_N: Tensor, reference_N: Tensor, clip: float, beta: float) -> Tensor:
+def token_loss(logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, reference_N: Tensor, clip: float, beta: float) -> Tensor:
     """The worse of ratio and clipped ratio, plus the KL to the reference by the estimator k3 (DeepSeekMath, equations 3 and 4)."""
-    ratio_N = (logp_N - behavior_N).exp()
+    ratio_N = (logp_N - old_N).exp()
     gain_N = torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1 - clip, 1 + clip) * advantage_N)
     gap_N = reference_N - logp_N
     return -gain_N + beta * (gap_N.exp() - gap_N - 1)
@@ -168,13 +168,13 @@ def train(
         lengths = torch.tensor([len(rollout.tokens) for rollout in trained], dtype=torch.int64)
         advantage_N = advantage_R[torch.tensor(live, dtype=torch.int64)].repeat_interleave(lengths)
         weight_N = (1 / (len(rollouts) * lengths.double())).repeat_interleave(lengths)  # every completion counts the same
-        behavior_N = torch.tensor([logp for rollout in trained for logp in rollout.behavior_logp], dtype=torch.float64)
+        old_N = torch.tensor([logp for rollout in trained for logp in rollout.behavior_logp], dtype=torch.float64)
         seen: dict[str, list[float]] = {"loss": [], "grad_norm": [], "progress": []}
         for _ in range(mu if trained else 0):
             logp_N = score(model, trained, temperature=temperature)
             with torch.no_grad():
                 reference_N = score(reference, trained, temperature=temperature) if beta else logp_N
-            loss = (weight_N * token_loss(logp_N, behavior_N, advantage_N, reference_N, clip, beta)).sum()
+            loss = (weight_N * token_loss(logp_N, old_N, advantage_N, reference_N, clip, beta)).sum()
             optimizer.zero_grad()
             loss.backward()
             seen["grad_norm"].append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))

@@ -62,12 +62,12 @@ def random_terms():
         total, segments = sum(lengths), len(lengths)
         draw = lambda n: torch.randn(n, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
         segment_M = torch.repeat_interleave(torch.arange(segments), torch.tensor(lengths))
-        behavior_M = -draw(total).abs()
-        logp_M = (behavior_M + spread * draw(total)).detach().requires_grad_()
+        old_M = -draw(total).abs()
+        logp_M = (old_M + spread * draw(total)).detach().requires_grad_()
         advantage_M = draw(total) if per_token else draw(segments)[segment_M]
         return Terms(
             logp_M=logp_M,
-            behavior_logp_M=behavior_M,
+            old_logp_M=old_M,
             advantage_M=advantage_M,
             segment_M=segment_M,
             segments=segments,

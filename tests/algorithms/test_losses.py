@@ -30,7 +30,7 @@ SURROGATES = {
 
 def rows_of(terms: Terms):
     """Per completion the lists (l, b, A)."""
-    columns = (terms.logp_M.tolist(), terms.behavior_logp_M.tolist(), terms.advantage_M.tolist())
+    columns = (terms.logp_M.tolist(), terms.old_logp_M.tolist(), terms.advantage_M.tolist())
     rows = [([], [], []) for _ in range(terms.segments)]
     for segment, *values in zip(terms.segment_M.tolist(), *columns, strict=True):
         for column, value in zip(rows[segment], values, strict=True):
@@ -88,15 +88,15 @@ def literal_loss(name, terms):
 
 def grown(terms, factor):
     """The same terms with log-ratios `factor` times as large, so that every branch is visited."""
-    logp_M = (terms.behavior_logp_M + factor * (terms.logp_M - terms.behavior_logp_M)).detach().requires_grad_()
-    return replace(terms, logp_M=logp_M, log_ratio_M=logp_M - terms.behavior_logp_M)
+    logp_M = (terms.old_logp_M + factor * (terms.logp_M - terms.old_logp_M)).detach().requires_grad_()
+    return replace(terms, logp_M=logp_M, log_ratio_M=logp_M - terms.old_logp_M)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", RATIOS)
 def test_ratio_levels_against_loops(random_terms, name, dtype):
     terms = random_terms(dtype=dtype)
-    found = PARTS["ratio"][name]()(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments)
+    found = PARTS["ratio"][name]()(terms.logp_M, terms.old_logp_M, terms.segment_M, terms.segments)
     assert found.dtype == dtype
     assert found.tolist() == pytest.approx(literal_log_ratios(name, terms), rel=1e-5 if dtype == torch.float32 else 1e-12)
 
@@ -104,7 +104,7 @@ def test_ratio_levels_against_loops(random_terms, name, dtype):
 def test_sequence_token_has_the_gradient_of_its_own_token(random_terms):
     """d rho_t / d l_s is s_i for t = s and 0 otherwise; for sequence_mean it is s_i / n for all tokens of the completion."""
     terms = random_terms((3,))
-    arguments = (terms.behavior_logp_M, terms.segment_M, terms.segments)
+    arguments = (terms.old_logp_M, terms.segment_M, terms.segments)
     for name, expected in (("sequence_token", torch.eye(3)), ("sequence_mean", torch.full((3, 3), 1 / 3))):
         level = PARTS["ratio"][name]()
         jacobian = torch.autograd.functional.jacobian(lambda l, level=level: level(l, *arguments).exp(), terms.logp_M.detach())
@@ -136,10 +136,8 @@ def test_on_policy_every_surrogate_is_the_policy_gradient(random_terms, name):
 )
 def test_clipping_stops_the_gradient_only_where_it_would_go_further(random_terms, rho, advantage, gradient):
     terms = random_terms((1,))
-    terms = replace(
-        terms, logp_M=(terms.behavior_logp_M + math.log(rho)).requires_grad_(), advantage_M=torch.tensor([float(advantage)])
-    )
-    terms = replace(terms, log_ratio_M=terms.logp_M - terms.behavior_logp_M)
+    terms = replace(terms, logp_M=(terms.old_logp_M + math.log(rho)).requires_grad_(), advantage_M=torch.tensor([float(advantage)]))
+    terms = replace(terms, log_ratio_M=terms.logp_M - terms.old_logp_M)
     losses.Clipped()(terms).sum().backward()
     assert terms.logp_M.grad.item() == pytest.approx(gradient)
 
@@ -147,8 +145,8 @@ def test_clipping_stops_the_gradient_only_where_it_would_go_further(random_terms
 def test_cispo_caps_the_ratio_itself_and_keeps_the_gradient(random_terms):
     terms = random_terms((1,))
     for rho, factor in ((2.0, 2.0), (5.5, 5.0), (0.1, 0.1)):
-        logp_M = (terms.behavior_logp_M + math.log(rho)).detach().requires_grad_()
-        losses.Cispo()(replace(terms, logp_M=logp_M, log_ratio_M=logp_M - terms.behavior_logp_M)).sum().backward()
+        logp_M = (terms.old_logp_M + math.log(rho)).detach().requires_grad_()
+        losses.Cispo()(replace(terms, logp_M=logp_M, log_ratio_M=logp_M - terms.old_logp_M)).sum().backward()
         torch.testing.assert_close(logp_M.grad, -factor * terms.advantage_M)
 
 
@@ -158,11 +156,11 @@ def test_cispo_caps_the_ratio_itself_and_keeps_the_gradient(random_terms):
 def test_extreme_ratios_stay_finite_forward_and_backward(random_terms, name, ratio, dtype):
     """exp overflows float32 at 89; a clipped branch would then be 0 x inf = NaN in the backward pass."""
     terms = random_terms(dtype=dtype)
-    behavior_M = terms.behavior_logp_M
+    old_M = terms.old_logp_M
     for gap, advantage in itertools.product((-1e4, -100.0, -30.0, 0.0, 30.0, 100.0, 1e4), (-1.0, 0.0, 1.0)):
-        logp_M = (behavior_M + gap).detach().requires_grad_()
-        log_ratio_M = PARTS["ratio"][ratio]()(logp_M, behavior_M, terms.segment_M, terms.segments)
-        advantage_M = torch.full_like(behavior_M, advantage)
+        logp_M = (old_M + gap).detach().requires_grad_()
+        log_ratio_M = PARTS["ratio"][ratio]()(logp_M, old_M, terms.segment_M, terms.segments)
+        advantage_M = torch.full_like(old_M, advantage)
         loss_M = SURROGATES[name](replace(terms, logp_M=logp_M, log_ratio_M=log_ratio_M, advantage_M=advantage_M))
         loss_M.sum().backward()
         assert torch.isfinite(loss_M).all(), (gap, advantage)
@@ -306,8 +304,8 @@ def test_ties_are_kept_or_left_together_however_they_were_rounded(seed, quantile
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_mismatch_against_a_loop(random_terms, level, mode):
     terms = random_terms((3, 1, 4), spread=2.0, seed=3)
-    behavior_M, sampler_M = terms.logp_M, terms.behavior_logp_M
-    found = losses.Correction(level=level, mode=mode, low=0.5, high=2.0)(behavior_M, sampler_M, terms.segment_M, terms.segments)
+    old_M, sampler_M = terms.logp_M, terms.old_logp_M
+    found = losses.Correction(level=level, mode=mode, low=0.5, high=2.0)(old_M, sampler_M, terms.segment_M, terms.segments)
     expected, logs = [], []
     for row in rows_of(terms):
         gaps = [x - y for x, y in zip(row[0], row[1], strict=True)]
@@ -326,12 +324,12 @@ def test_mismatch_against_a_loop(random_terms, level, mode):
 def test_a_divergence_counts_by_how_likely_a_token_was_drawn(random_terms):
     """Also where another engine drew it: ratios are then taken to other log-probs than the sampler's."""
     terms = random_terms((3, 2), seed=3)
-    sampler_M = terms.behavior_logp_M - 0.5
+    sampler_M = terms.old_logp_M - 0.5
     elsewhere = replace(terms, sampler_logp_M=sampler_M, divergence=lambda function: torch.ones_like(terms.logp_M))
     counted = losses.TeacherDivergence(importance=True)
     torch.testing.assert_close(counted(elsewhere), (terms.logp_M - sampler_M).exp().detach())
     here = replace(elsewhere, sampler_logp_M=None)
-    torch.testing.assert_close(counted(here), (terms.logp_M - terms.behavior_logp_M).exp().detach())
+    torch.testing.assert_close(counted(here), (terms.logp_M - terms.old_logp_M).exp().detach())
 
 
 # ---- entropy, pairs -------------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def terms_of(case: dict, logp_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tup
     return (
         Terms(
             logp_M=logp_BT[place],
-            behavior_logp_M=logp_BT.detach()[place] if flat["behavior"] is None else flat["behavior"],
+            old_logp_M=logp_BT.detach()[place] if flat["behavior"] is None else flat["behavior"],
             advantage_M=advantage[rows] if advantage.dim() == 1 else advantage[place],
             segment_M=rows,
             segments=segments,
@@ -147,7 +147,7 @@ def with_trl_kl(case: dict, algorithm, terms: Terms):
     """
     if case["config"]["importance_sampling_level"] == "token" or algorithm.kl == kl_estimators.K3():
         return algorithm
-    level_M = algorithm.ratio(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments)
+    level_M = algorithm.ratio(terms.logp_M, terms.old_logp_M, terms.segment_M, terms.segments)
     return replace(algorithm, kl=lambda *arguments: level_M.exp() * kl_estimators.K3()(*arguments))
 
 
@@ -214,13 +214,13 @@ def test_loss_case_metrics(case, content):
         assert found["clip/low"] == found["clip/high"] == 0.0
     assert float(terms.entropy_M.mean()) == close(expected["entropy"])
     if "kl" in expected:
-        kl_M = with_trl_kl(case, algorithm, terms).kl(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M)
+        kl_M = with_trl_kl(case, algorithm, terms).kl(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.old_logp_M)
         assert diagnostics.reference_kl(kl_M, terms.logp_M, terms.reference_logp_M)["kl"] == close(expected["kl"])
     if "vespo/phi_seq_mean" in expected and not isinstance(case["inputs"]["advantages"][0], list):
-        log_ratio_S = losses.segment_sum(terms.logp_M - terms.behavior_logp_M, rows, terms.segments)
+        log_ratio_S = losses.segment_sum(terms.logp_M - terms.old_logp_M, rows, terms.segments)
         whole = Terms(
             logp_M=log_ratio_S,
-            behavior_logp_M=torch.zeros_like(log_ratio_S),
+            old_logp_M=torch.zeros_like(log_ratio_S),
             advantage_M=tensor(case["inputs"]["advantages"]),
             segment_M=torch.arange(terms.segments),
             segments=terms.segments,
@@ -295,7 +295,7 @@ def test_rloo_case(case, content, scored):
     place = torch.nonzero(torch.tensor(mask_BT), as_tuple=True)
     terms = Terms(
         logp_M=logp_BT[place],
-        behavior_logp_M=tensor(case["old_logps"])[place],
+        old_logp_M=tensor(case["old_logps"])[place],
         advantage_M=torch.from_numpy(np.concatenate(advantages)),
         segment_M=place[0],
         segments=len(mask_BT),
@@ -307,7 +307,7 @@ def test_rloo_case(case, content, scored):
     assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
     torch.testing.assert_close(logp_BT.grad, tensor(case["grad_logps"]), rtol=0, atol=1e-6)
     if "kl" in case["metrics"]:
-        kl_M = kl_estimators.K1()(terms.behavior_logp_M, tensor(case["ref_logps"])[place], None)
+        kl_M = kl_estimators.K1()(terms.old_logp_M, tensor(case["ref_logps"])[place], None)
         assert float(kl_M.mean()) == pytest.approx(case["metrics"]["kl"], abs=1e-6)
 
 

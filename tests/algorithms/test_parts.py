@@ -163,6 +163,11 @@ def test_a_completion_without_a_reward_may_have_no_advantage(resolved: Callable,
             "def f(terms):\n    return terms.nothing",
             r"raised AttributeError: .* \(my_parts.py:2: return",
         ),
+        (
+            "surrogate",
+            "def f(terms):\n    return terms.logp_M - terms.behavior_logp_M",
+            r"raised AttributeError: .* \(my_parts.py:2: .*\): Terms.old_logp_M is what the ratio divides by",
+        ),
     ],
 )
 def test_what_a_ratio_a_surrogate_or_a_kl_of_ones_own_gives_is_checked(
@@ -171,7 +176,7 @@ def test_what_a_ratio_a_surrogate_or_a_kl_of_ones_own_gives_is_checked(
     algorithm = resolved(text, **{kind: "my_parts.py:f"}, **({"beta": 0.1} if kind == "kl" else {}))
     terms = random_terms((2, 2))
     with pytest.raises(ConfigError, match=rf"the {kind} 'f' \(my_parts.py:1\) {message}") as refused:
-        algorithm.loss(replace(terms, reference_logp_M=terms.behavior_logp_M))
+        algorithm.loss(replace(terms, reference_logp_M=terms.old_logp_M))
     assert refused.value.key == f"group.{kind}"
 
 

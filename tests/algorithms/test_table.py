@@ -23,10 +23,10 @@ def terms_of(lengths=(3, 1, 4), *, seed=0, spread=0.4, requires_grad=True, **col
     draw = lambda n: torch.randn(n, generator=generator, dtype=torch.float64)  # noqa: E731
     total, segments = sum(lengths), len(lengths)
     segment_M = torch.repeat_interleave(torch.arange(segments), torch.tensor(lengths))
-    behavior_M = -draw(total).abs()
+    old_M = -draw(total).abs()
     return Terms(
-        logp_M=(behavior_M + spread * draw(total)).requires_grad_(requires_grad),
-        behavior_logp_M=behavior_M,
+        logp_M=(old_M + spread * draw(total)).requires_grad_(requires_grad),
+        old_logp_M=old_M,
         advantage_M=draw(segments)[segment_M],
         segment_M=segment_M,
         segments=segments,
@@ -122,7 +122,7 @@ def test_token_level_losses_add_up_over_chunks(name):
     expected = torch.autograd.grad(total, (whole.logp_M, whole.entropy_M))
 
     def part(rows):
-        columns = ("behavior_logp_M", "advantage_M", "segment_M", "reference_logp_M", "entropy_M", "forking_M")
+        columns = ("old_logp_M", "advantage_M", "segment_M", "reference_logp_M", "entropy_M", "forking_M")
         cut = {n: getattr(whole, n)[rows] for n in columns}
         terms = Terms(logp_M=whole.logp_M[rows], segments=3, **cut)
         return (weight_M[rows] * row.loss(terms)).sum() - row.bonus(terms, 5)
@@ -140,7 +140,7 @@ def test_permuting_tokens_and_completions_permutes_the_losses(name):
     row, terms = replace(ALGORITHMS[name], off_policy_delta=0.05), terms_of(requires_grad=False)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(2))
     relabel = torch.tensor([2, 0, 1])
-    columns = {n: getattr(terms, n)[order] for n in ("logp_M", "behavior_logp_M", "advantage_M")}
+    columns = {n: getattr(terms, n)[order] for n in ("logp_M", "old_logp_M", "advantage_M")}
     shuffled = Terms(segment_M=relabel[terms.segment_M][order], segments=3, **columns)
     torch.testing.assert_close(row.loss(shuffled), row.loss(terms)[order])
 
@@ -152,7 +152,7 @@ def test_a_completion_does_not_see_the_others(name):
     together = row.loss(terms)
     for s in range(3):
         rows = terms.segment_M == s
-        columns = {n: getattr(terms, n)[rows] for n in ("logp_M", "behavior_logp_M", "advantage_M", "reference_logp_M")}
+        columns = {n: getattr(terms, n)[rows] for n in ("logp_M", "old_logp_M", "advantage_M", "reference_logp_M")}
         alone = Terms(segment_M=torch.zeros(int(rows.sum()), dtype=torch.long), segments=1, **columns)
         torch.testing.assert_close(row.loss(alone), together[rows])
 
@@ -180,7 +180,7 @@ def test_vespo_takes_the_mismatch_into_its_own_weight():
     mismatch = losses.token_mismatch(torch.linspace(0.5, 2.0, 8, dtype=torch.float64), terms.segment_M, 3)
     folded = ALGORITHMS["vespo"].loss(replace(terms, mismatch=mismatch))
     # The same ratio, had the sampler's log-probs been the behaviour's: w = exp(l - b) exp(b - sampler).
-    direct = ALGORITHMS["vespo"].loss(replace(terms, behavior_logp_M=terms.behavior_logp_M - mismatch.weight_M.log()))
+    direct = ALGORITHMS["vespo"].loss(replace(terms, old_logp_M=terms.old_logp_M - mismatch.weight_M.log()))
     torch.testing.assert_close(folded, direct)
 
 
@@ -190,7 +190,7 @@ def test_p29_the_kl_is_weighted_by_the_tokens_ratio_at_every_level(ratio):
     row = replace(ALGORITHMS["gspo"], ratio=ratio, kl=kl_estimators.K3Ratio())
     kl_M = replace(row, beta=0.3).loss(terms) - row.loss(terms)
     gap_M = terms.reference_logp_M - terms.logp_M
-    token_ratio_M = (terms.logp_M - terms.behavior_logp_M).exp()
+    token_ratio_M = (terms.logp_M - terms.old_logp_M).exp()
     torch.testing.assert_close(kl_M, 0.3 * token_ratio_M * (gap_M.exp() - gap_M - 1))
 
 
@@ -207,7 +207,7 @@ def test_p26_every_preset_stays_finite_with_a_gap_of_100_nats():
             logp_M = torch.tensor([-150.0, -0.1, -100.1, -1.0], dtype=dtype, requires_grad=True)
             terms = Terms(
                 logp_M=logp_M,
-                behavior_logp_M=torch.tensor([-1.0, -150.0, -0.1, -1.0], dtype=dtype),
+                old_logp_M=torch.tensor([-1.0, -150.0, -0.1, -1.0], dtype=dtype),
                 advantage_M=torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=dtype),
                 segment_M=torch.tensor([0, 0, 1, 2]),
                 segments=3,
@@ -242,7 +242,7 @@ def squared_trust(terms: Terms, *, width: float = 0.5) -> torch.Tensor:
 def test_a_new_surrogate_is_one_function_and_one_row():
     row = Algorithm(name="mine", summary="Mine.", paper="", equation="-A l + r^2 / w", surrogate=partial(squared_trust, width=2.0))
     terms = terms_of()
-    expected = -terms.advantage_M * terms.logp_M + (terms.logp_M - terms.behavior_logp_M).square() / 2
+    expected = -terms.advantage_M * terms.logp_M + (terms.logp_M - terms.old_logp_M).square() / 2
     torch.testing.assert_close(row.loss(terms), expected)
     assert describe(row.surrogate) == "squared_trust(width=2.0)"
 
@@ -359,10 +359,10 @@ def test_the_kl_of_rloo_goes_into_its_credit():
 def test_a_surrogate_says_itself_which_gradients_it_cuts(surrogate, ratio, advantage, cut):
     """CISPO caps a weight and cuts no gradient; two-sided and dual clipping cut gradients beyond a bound of their own."""
     algorithm = resolve("grpo", GroupSettings(surrogate=surrogate), 8)
-    behavior_M = torch.tensor([0.25], dtype=torch.float64).log()
+    old_M = torch.tensor([0.25], dtype=torch.float64).log()
     terms = Terms(
-        logp_M=behavior_M + math.log(ratio),
-        behavior_logp_M=behavior_M,
+        logp_M=old_M + math.log(ratio),
+        old_logp_M=old_M,
         advantage_M=torch.tensor([advantage], dtype=torch.float64),
         segment_M=torch.zeros(1, dtype=torch.int64),
         segments=1,

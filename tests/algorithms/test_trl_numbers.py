@@ -207,7 +207,7 @@ def test_minillm_is_trl_s_but_for_its_powers_and_its_leak(case: dict[str, Any]) 
     same = normalize or gamma in (0.0, 1.0)
     theirs_RT = ours_RT if same else ours_RT * gamma ** torch.arange(LONGEST, dtype=torch.float64)
     terms = losses.Terms(
-        logp_M=q_RT.flatten(), behavior_logp_M=q_RT.detach().flatten(), advantage_M=theirs_RT.flatten(),
+        logp_M=q_RT.flatten(), old_logp_M=q_RT.detach().flatten(), advantage_M=theirs_RT.flatten(),
         segment_M=torch.zeros(q_RT.numel(), dtype=torch.int64), segments=1,
     )  # fmt: skip
     value = losses.Clipped()(terms).mean() + single_RT.mean()

@@ -58,8 +58,8 @@ class Banded:
         return -terms.advantage_M * terms.logp_M * (terms.log_ratio_M.detach().abs() <= self.band)
 
 
-def halved(logp_M, behavior_logp_M, segment_M, segments):
-    return 0.5 * (logp_M - behavior_logp_M)
+def halved(logp_M, old_logp_M, segment_M, segments):
+    return 0.5 * (logp_M - old_logp_M)
 
 
 halved.per_token = True
@@ -282,8 +282,8 @@ class HalvedRatio(Ratio):
 
     per_token = True
 
-    def __call__(self, logp_M, behavior_logp_M, segment_M, segments):
-        return 0.5 * (logp_M - behavior_logp_M)
+    def __call__(self, logp_M, old_logp_M, segment_M, segments):
+        return 0.5 * (logp_M - old_logp_M)
 
 
 @dataclass(frozen=True)

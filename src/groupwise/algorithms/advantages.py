@@ -66,7 +66,7 @@ class Centered(Credit):
 class LeaveOneOut(Credit):
     """`A_i = r_i - mean of the others` (RLOO, 2402.14740): a baseline that does not depend on the completion it judges.
 
-    `beta` puts the KL into the reward: `r_i - beta sum_t (b - ref)_t` over trained tokens (signal `reference_logp`).
+    `beta` puts the KL into the reward: `r_i - beta sum_t (old - ref)_t` over trained tokens (signal `reference_logp`).
     `scale="batch"` divides by the std of all advantages of the batch.
     """
 
@@ -141,7 +141,7 @@ class Decoupled(Credit):
 
 @dataclass(frozen=True)
 class Whitened(Credit):
-    """`A_t = r - beta sum_{s >= t} (b - ref)_s`, whitened over all trained tokens of the batch (REINFORCE++, 2501.03262).
+    """`A_t = r - beta sum_{s >= t} (old - ref)_s`, whitened over all trained tokens of the batch (REINFORCE++, 2501.03262).
 
     `baseline=True` takes the group's mean from r first (REINFORCE++-baseline); a group of equal rewards then stays at exactly 0.
     """
@@ -174,7 +174,7 @@ class Gae(Credit):
 
     V is the signal `value`, read before the token is drawn; behind the last token it is 0, also where the length limit ended the
     completion.  The completion's reward stands at its last trained token, and every trained token pays `beta` times its KL
-    estimate of `b` and `ref`.  Tokens that the policy did not write are passed over.  `whiten` subtracts the mean over all trained
+    estimate of old and ref.  Tokens that the policy did not write are passed over.  `whiten` subtracts the mean over all trained
     tokens of the rollout and divides by their standard deviation.  `value_lam`: the lambda of what the value function learns
     (`returns`), if it is to be another one (1: what was really earned, VC-PPO 2503.01491).
     """
@@ -266,8 +266,8 @@ class ReverseKl(Credit):
 
     With `gamma` 0 it is the token's own log-ratio: on-policy distillation by sampled tokens.  `own` False begins behind the token,
     and `normalize` divides by the sum of the powers of gamma: the long part of MiniLLM (2306.08543, eq. 4 and 6), of which a last
-    token has none.  q is what the policy said before its first update: `scored_logp` where another engine or a teacher helped to
-    sample, else `b`.  Tokens that the policy did not write are passed over.
+    token has none.  q is the old policy's, also where another engine or a teacher helped to sample.  Tokens that the policy did
+    not write are passed over.
     """
 
     gamma: Share = 1.0
@@ -281,7 +281,7 @@ class ReverseKl(Credit):
         for group in groups:
             teacher = _signal(group, "teacher_logp")
             of_group = []
-            for rollout, p_n, q_n in zip(group.rollouts, teacher, policy_logp(group), strict=True):
+            for rollout, p_n, q_n in zip(group.rollouts, teacher, old_logp(group), strict=True):
                 places = np.flatnonzero(rollout.trained)
                 ratio_k = (_float64(p_n) - _float64(q_n))[places]
                 advantage_n, total, powers = np.zeros(len(rollout)), 0.0, 0.0
@@ -361,17 +361,16 @@ def _spread(groups: Sequence[Scored], advantages: Sequence[np.ndarray]) -> Advan
 
 
 def _reference_gaps(groups: Sequence[Scored], beta: float) -> Advantages:
-    """q - ref of every token, nats; 0 at tokens that the policy did not write, and everywhere if `beta` is 0.
+    """old - ref of every token, nats; 0 at tokens that the policy did not write, and everywhere if `beta` is 0.
 
-    q is what the policy said before its first update: `scored_logp`, which the trainer computed as it computed ref, else `b`.  If
-    the two differ by no more than rounding (`LOGP_ROUNDING`), they are the same: whitening would make a full step of the rest.
+    If the two differ by no more than rounding (`LOGP_ROUNDING`), they are the same: whitening would make a full step of the rest.
     """
     if not beta:
         return [[np.zeros(len(rollout)) for rollout in group.rollouts] for group in groups]
     gaps = [
         [
-            np.where(rollout.trained, _float64(q_n) - _float64(reference_n), 0.0)
-            for rollout, q_n, reference_n in zip(group.rollouts, policy_logp(group), _signal(group, "reference_logp"), strict=True)
+            np.where(rollout.trained, _float64(old_n) - _float64(reference_n), 0.0)
+            for rollout, old_n, reference_n in zip(group.rollouts, old_logp(group), _signal(group, "reference_logp"), strict=True)
         ]
         for group in groups
     ]
@@ -380,8 +379,8 @@ def _reference_gaps(groups: Sequence[Scored], beta: float) -> Advantages:
     return gaps if squares > LOGP_ROUNDING**2 * tokens else _reference_gaps(groups, 0.0)
 
 
-def policy_logp(group: Scored) -> tuple[np.ndarray, ...]:
-    """Log-probs of the policy before its first update: `scored_logp`, where the trainer has computed them, else `b`."""
+def old_logp(group: Scored) -> tuple[np.ndarray, ...]:
+    """old: log-probs of the policy before the step, `scored_logp` where the trainer has computed them, else the sampler's."""
     return group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts)
 
 

@@ -3,7 +3,8 @@
 Every function returns flat metrics by name and waits for the device once.  A quantity that was not computed has no key, and empty
 vectors give no keys at all.  Minima and maxima are true ones, over tokens.
 
-N trained tokens of a minibatch   l, b, ref log-probs of policy, behaviour, reference, nats
+N trained tokens of a minibatch   l, old, ref log-probs of policy, old policy, reference, nats
+b those of the sampler
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from groupwise.algorithms.losses import LIMIT, guarded_exp
 def ratio(log_ratio_N: Tensor, cut_N: Tensor | None = None) -> dict[str, float]:
     """The importance ratio at the algorithm's level: its range, its effective sample size, and how much of it is clipped.
 
-    `ratio/kl` estimates KL(behaviour || policy) as mean(rho - 1 - log rho).  `ratio/ess` is (sum rho)^2 / (N sum rho^2), 1 when
+    `ratio/kl` estimates KL(old || policy) as mean(rho - 1 - log rho).  `ratio/ess` is (sum rho)^2 / (N sum rho^2), 1 when
     on-policy.  cut_N: bool, the tokens whose gradient the surrogate cut (`Algorithm.cut`); `clip/low` counts those
     with a ratio below 1, `clip/high` the others, both as shares of all N.
     """
@@ -57,14 +58,14 @@ def reference_kl(kl_N: Tensor, logp_N: Tensor, reference_logp_N: Tensor) -> dict
     return _floats({"kl": kl_N.mean(), "kl/max": kl_N.max(), "kl/guarded": guarded})
 
 
-def mismatch(logp_N: Tensor, behavior_logp_N: Tensor) -> dict[str, float]:
+def mismatch(logp_N: Tensor, sampler_logp_N: Tensor) -> dict[str, float]:
     """Is what was sampled what is scored?  At the first update after a rollout these are rounding errors, else something is wrong.
 
     `mismatch/mean` and `mismatch/max` of |l - b|; `mismatch/kl` estimates KL(sampler || trainer).
     """
     if logp_N.numel() == 0:
         return {}
-    gap_N = logp_N.detach().double() - behavior_logp_N.double()
+    gap_N = logp_N.detach().double() - sampler_logp_N.double()
     kl = (guarded_exp(gap_N) - 1 - gap_N).mean()
     return _floats({"mismatch/mean": gap_N.abs().mean(), "mismatch/max": gap_N.abs().max(), "mismatch/kl": kl})
 

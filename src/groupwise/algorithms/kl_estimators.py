@@ -1,10 +1,10 @@
 """Estimators of the KL to the reference (`group.kl`): k1, k2, k3, and k3 times the ratio.
 
-Each takes log-probs under the policy and the reference, and the token's log-ratio to the policy that sampled, and gives the
-estimate per token.
+Each takes log-probs under the policy and the reference, and the token's log-ratio to the old policy, and gives the estimate per
+token.
 
-M trained tokens   n tokens of a completion   l log-prob under the policy   b the same under the behaviour policy
-ref the same under the reference   rho = exp(l - b)
+M trained tokens   n tokens of a completion   l log-prob under the policy   old the same under the old policy, before the step
+ref the same under the reference   rho = exp(l - old)
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class K3Ratio(Kl):
     """`rho k3`, rho differentiable: unbiased in value and gradient off-policy too (DeepSeek-V3.2, 2512.02556; TRL's default).
 
     rho is the token's, whatever the level of the policy ratio: the KL is a sum over tokens.  Multiplied out it is
-    `exp(ref - b) - rho (1 + ref - l)`, whose first term is a constant: the gradient is `rho (l - ref)`, which no gap can overflow.
+    `exp(ref - old) - rho (1 + ref - l)`, whose first term is a constant: the gradient is `rho (l - ref)`, which no gap can
+    overflow.
     """
 
     def __call__(self, logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
@@ -65,6 +66,6 @@ class K3Ratio(Kl):
 
 
 def k3_numbers(gap_n: np.ndarray) -> np.ndarray:
-    """`k3` of numbers: of `b - ref`, for a KL in the reward."""
+    """`k3` of numbers: of `old - ref`, for a KL in the reward."""
     inside_n = np.minimum(-gap_n, LIMIT)
     return np.expm1(inside_n) - inside_n + np.expm1(LIMIT) * np.maximum(-gap_n - LIMIT, 0.0)

@@ -1,12 +1,13 @@
 """Per-token policy losses and the other losses of post-training.  Pure functions of tensors: no model, no setting, no collective.
 
 Everything is minimised, unweighted, and free of device synchronisation; log-probabilities are in nats.  In the order of the file:
-ratio levels (how far the policy has moved from the one that sampled), surrogates (what is done with ratio and advantage), extra
+ratio levels (how far the policy has moved from the old policy), surrogates (what is done with ratio and advantage), extra
 terms (a critic's loss, a teacher's), masks and corrections.  `table.Algorithm.loss` puts them together with a KL
 (`kl_estimators.py`).
 
 M trained tokens of one micro-batch   S its completions   R pairs or completions   l log-prob under the policy
-b the same under the behaviour policy, which sampled   ref the same under the reference   rho = exp(l - b)
+old the same under the old policy, that of before the step   rho = exp(l - old)   ref the same under the reference
+b the same under the behavior policy, which sampled: it is the old one, unless another engine or older weights sampled
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ class Terms:
 
     logp_M: Tensor
     """l, differentiable."""
-    behavior_logp_M: Tensor
-    """b."""
+    old_logp_M: Tensor
+    """old."""
     advantage_M: Tensor
     segment_M: Tensor
     """int64, the completion of each token, 0 .. segments - 1."""
     segments: int
     """S."""
     log_ratio_M: Tensor = None  # type: ignore[assignment]
-    """Log of the importance ratio at the algorithm's level, differentiable.  Default: the token's own, `l - b`."""
+    """Log of the importance ratio at the algorithm's level, differentiable.  Default: the token's own, `l - old`."""
     reference_logp_M: Tensor | None = None
     """ref: only with a KL in the loss."""
     entropy_M: Tensor | None = None
     """Differentiable in an update, a constant where its metrics are computed; else only with an entropy bonus."""
     forking_M: Tensor | None = None
     """bool: the tokens that a high-entropy mask keeps, only with one (`forking`)."""
-    sampler_logp_M: Tensor | None = None
-    """The log-probs of the engine that sampled.  None: they are b."""
+    sampler_logp_M: Tensor = None  # type: ignore[assignment]
+    """b.  Default: `old`."""
     mismatch: Mismatch | None = None
-    """What corrects the loss where `sampler_logp_M` is not b, else None."""
+    """What corrects the loss where `sampler_logp_M` is not `old_logp_M`, else None."""
     sampled_M: Tensor | None = None
     """bool: the tokens of rollouts.  None: all; the others are of demonstrations, which nobody sampled."""
     signals: Mapping[str, Tensor] = field(default_factory=dict)
@@ -85,44 +86,46 @@ class Terms:
 
     def __post_init__(self) -> None:
         if self.log_ratio_M is None:
-            object.__setattr__(self, "log_ratio_M", self.logp_M - self.behavior_logp_M)
+            object.__setattr__(self, "log_ratio_M", self.logp_M - self.old_logp_M)
+        if self.sampler_logp_M is None:
+            object.__setattr__(self, "sampler_logp_M", self.old_logp_M)
 
 
-# ---- ratio levels: (logp_M, behavior_logp_M, segment_M, segments) -> log_ratio_M ---------------------------------------------
+# ---- ratio levels: (logp_M, old_logp_M, segment_M, segments) -> log_ratio_M ---------------------------------------------
 
 
 @dataclass(frozen=True)
 class TokenRatio(Ratio):
-    """`l - b`: every token has its own ratio (GRPO, PPO)."""
+    """`l - old`: every token has its own ratio (GRPO, PPO)."""
 
     per_token = True
 
-    def __call__(self, logp_M: Tensor, behavior_logp_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
-        return logp_M - behavior_logp_M
+    def __call__(self, logp_M: Tensor, old_logp_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
+        return logp_M - old_logp_M
 
 
 @dataclass(frozen=True)
 class SequenceMeanRatio(Ratio):
-    """`sum_t (l - b) / n`: the geometric mean of a completion's token ratios, for all its tokens (GSPO, 2507.18071)."""
+    """`sum_t (l - old) / n`: the geometric mean of a completion's token ratios, for all its tokens (GSPO, 2507.18071)."""
 
-    def __call__(self, logp_M: Tensor, behavior_logp_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
-        return segment_mean(logp_M - behavior_logp_M, segment_M, segments)[segment_M]
+    def __call__(self, logp_M: Tensor, old_logp_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
+        return segment_mean(logp_M - old_logp_M, segment_M, segments)[segment_M]
 
 
 @dataclass(frozen=True)
 class SequenceSumRatio(Ratio):
-    """`sum_t (l - b)`: the ratio of the whole completion (RLOO, VESPO)."""
+    """`sum_t (l - old)`: the ratio of the whole completion (RLOO, VESPO)."""
 
-    def __call__(self, logp_M: Tensor, behavior_logp_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
-        return segment_sum(logp_M - behavior_logp_M, segment_M, segments)[segment_M]
+    def __call__(self, logp_M: Tensor, old_logp_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
+        return segment_sum(logp_M - old_logp_M, segment_M, segments)[segment_M]
 
 
 @dataclass(frozen=True)
 class SequenceTokenRatio(Ratio):
     """Value of `sequence_mean`, gradient of `token`: `sg[s] exp(l - sg[l])` (GSPO-token)."""
 
-    def __call__(self, logp_M: Tensor, behavior_logp_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
-        return SequenceMeanRatio()(logp_M.detach(), behavior_logp_M, segment_M, segments) + logp_M - logp_M.detach()
+    def __call__(self, logp_M: Tensor, old_logp_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
+        return SequenceMeanRatio()(logp_M.detach(), old_logp_M, segment_M, segments) + logp_M - logp_M.detach()
 
 
 # ---- surrogates: terms -> loss_M ---------------------------------------------------------------------------------------------
@@ -200,7 +203,7 @@ class Vespo(Surrogate):
 
 def vespo_weight(terms: Terms, k_M: Tensor, lam_M: Tensor) -> Tensor:
     """`phi = exp(lam + k s - lam exp(s))`, a constant, 1 at s = 0; s = log-ratio of the completion, sampler mismatch included."""
-    log_ratio_M = (terms.logp_M.detach() - terms.behavior_logp_M).clamp(-LIMIT, LIMIT)
+    log_ratio_M = (terms.logp_M.detach() - terms.old_logp_M).clamp(-LIMIT, LIMIT)
     total_S = segment_sum(log_ratio_M, terms.segment_M, terms.segments)
     if terms.mismatch is not None:
         total_S = total_S + terms.mismatch.log_weight_S
@@ -219,7 +222,7 @@ class Geometric(Surrogate):
     ratio_level = "token"
 
     def __call__(self, terms: Terms) -> Tensor:
-        log_ratio_M = terms.logp_M - terms.behavior_logp_M
+        log_ratio_M = terms.logp_M - terms.old_logp_M
         log_ratio_M = log_ratio_M.clamp(max=self.clip).where(terms.advantage_M > 0, log_ratio_M.clamp(min=-self.clip))
         return -guarded_exp(segment_mean(log_ratio_M, terms.segment_M, terms.segments))[terms.segment_M] * terms.advantage_M
 
@@ -237,7 +240,7 @@ class Reinforce(Surrogate):
 
 @dataclass(frozen=True)
 class Importance(Surrogate):
-    """`-rho A`, dropped where the token's probability has fallen by more than `drop` since it was drawn: too stale to teach.
+    """`-rho A`, dropped where the token's probability lies more than `drop` below the old policy's: too stale to teach.
 
     The unbiased policy gradient from samples of another distribution, and its staleness bound (prime-rl's distillation loss).
     """
@@ -246,7 +249,7 @@ class Importance(Surrogate):
     per_token = True
 
     def __call__(self, terms: Terms) -> Tensor:
-        fresh_M = terms.logp_M.detach().exp() - terms.behavior_logp_M.exp() >= -self.drop
+        fresh_M = terms.logp_M.detach().exp() - terms.old_logp_M.exp() >= -self.drop
         return -guarded_exp(terms.log_ratio_M) * terms.advantage_M * fresh_M
 
 
@@ -316,8 +319,7 @@ class Jsd(Divergence):
 class TeacherDivergence(Term):
     """The divergence of the policy's next token from a teacher's, over the whole vocabulary.
 
-    With `importance` a token counts by `sg[exp(l - b)]`: how likely the policy finds it, over how likely it was drawn.  b is the
-    sampler's own log-prob.
+    With `importance` a token counts by `sg[exp(l - b)]`: how likely the policy finds it, over how likely it was drawn.
     """
 
     function: Callable[..., Any] = Jsd()
@@ -329,8 +331,7 @@ class TeacherDivergence(Term):
         loss_M = terms.divergence(self.function)
         if not self.importance:
             return loss_M
-        sampler_M = terms.behavior_logp_M if terms.sampler_logp_M is None else terms.sampler_logp_M
-        importance_M = guarded_exp(terms.logp_M.detach() - sampler_M)
+        importance_M = guarded_exp(terms.logp_M.detach() - terms.sampler_logp_M)
         return loss_M * (importance_M if terms.sampled_M is None else importance_M.where(terms.sampled_M, 1.0))
 
 
@@ -351,10 +352,9 @@ class DemonstrationLoss(Term):
 def off_policy_keep(terms: Terms, *, delta: float) -> Tensor:
     """bool (M,): False where A < 0 and the completion's mean of `b - l` exceeds `delta` nats (DeepSeek-V3.2, 2512.02556).
 
-    Pushing down further what the policy has already left teaches nothing and destabilises.  b is the sampler's own log-prob.
+    Pushing down further what the policy has already left teaches nothing and destabilises.
     """
-    sampler_M = terms.behavior_logp_M if terms.sampler_logp_M is None else terms.sampler_logp_M
-    drift_S = segment_mean(sampler_M - terms.logp_M.detach(), terms.segment_M, terms.segments)
+    drift_S = segment_mean(terms.sampler_logp_M - terms.logp_M.detach(), terms.segment_M, terms.segments)
     return (terms.advantage_M >= 0) | (drift_S <= delta)[terms.segment_M]
 
 
@@ -389,7 +389,7 @@ def forking(entropy_N: Tensor, quantile: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Correction:
-    """`w = exp(b - sampler)`: corrects for an engine that computes other probabilities than the trainer.
+    """`w = exp(old - b)`: corrects for an engine that computes other probabilities than the trainer.
 
     It is a section of a recipe too, `rollout.engine.correct`.  The share that `mask` drops is logged (`diagnostics.dropped`).
     """
@@ -403,9 +403,9 @@ class Correction:
     high: Positive = 2.0
     """Largest weight."""
 
-    def __call__(self, behavior_logp_M: Tensor, sampler_logp_M: Tensor, segment_M: Tensor, segments: int) -> Mismatch:
+    def __call__(self, old_logp_M: Tensor, sampler_logp_M: Tensor, segment_M: Tensor, segments: int) -> Mismatch:
         levels = {"token": TokenRatio(), "sequence_sum": SequenceSumRatio(), "sequence_mean": SequenceMeanRatio()}
-        weight_M = guarded_exp(levels[self.level](behavior_logp_M, sampler_logp_M, segment_M, segments)).detach()
+        weight_M = guarded_exp(levels[self.level](old_logp_M, sampler_logp_M, segment_M, segments)).detach()
         if self.mode == "truncate":
             weight_M = weight_M.clamp(self.low, self.high)
         else:

@@ -106,7 +106,7 @@ class Divergence(Part):
 
 INPUTS = {
     "credit": ("groups",),
-    "ratio": ("logp_M", "behavior_logp_M", "segment_M", "segments"),
+    "ratio": ("logp_M", "old_logp_M", "segment_M", "segments"),
     "surrogate": ("terms",),
     "weights": ("tokens_R", "prompt_R"),
     "divergence": ("log_q_CV", "log_p_CV"),
@@ -277,6 +277,8 @@ def _remedy(kind: str, part: Callable[..., Any], error: Exception) -> str:
     """For what a part raised because it read what was not computed for it."""
     if kind in ("surrogate", "extra") and "NoneType" in str(error):
         return UNFILLED
+    if isinstance(error, AttributeError) and error.name == "behavior_logp_M":
+        return ": Terms.old_logp_M is what the ratio divides by, Terms.sampler_logp_M what the sampler drew with"
     name = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
     name = "value" if name == "return" else name
     if kind in ("credit", "extra") and name in READS and name not in fact(part, "reads"):

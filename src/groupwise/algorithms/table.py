@@ -215,7 +215,7 @@ class Algorithm:
 
     def log_ratio(self, terms: losses.Terms) -> Tensor:
         """Log of the importance ratio of each token (M,), at the algorithm's level, checked."""
-        inputs = terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments
+        inputs = terms.logp_M, terms.old_logp_M, terms.segment_M, terms.segments
         return checked_loss("ratio", self.ratio, called("ratio", self.ratio, *inputs), terms.logp_M)
 
     def cut(self, terms: losses.Terms) -> Tensor:
@@ -225,7 +225,7 @@ class Algorithm:
 
         >>> import torch
         >>> now, before = torch.tensor([0.5, 0.1, 0.5]).log(), torch.tensor([0.2, 0.1, 0.2]).log()
-        >>> terms = losses.Terms(logp_M=now, behavior_logp_M=before, advantage_M=torch.tensor([1.0, 1.0, -1.0]),
+        >>> terms = losses.Terms(logp_M=now, old_logp_M=before, advantage_M=torch.tensor([1.0, 1.0, -1.0]),
         ...               segment_M=torch.arange(3), segments=3)
         >>> ALGORITHMS["grpo"].cut(terms).tolist(), ALGORITHMS["cispo"].cut(terms).tolist()
         ([True, False, False], [False, False, False])
@@ -275,7 +275,7 @@ class Algorithm:
             loss_M = loss_M * terms.mismatch.weight_M
         if self.loss_beta > 0.0:
             assert terms.reference_logp_M is not None, f"{self.name} with beta {self.beta} needs the reference's log-probs"
-            inputs = terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M
+            inputs = terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.old_logp_M
             loss_M = loss_M + self.loss_beta * checked_loss("kl", self.kl, called("kl", self.kl, *inputs), terms.logp_M)
         return loss_M
 
@@ -341,7 +341,7 @@ _ROWS = (
         name="gspo",
         summary="One ratio per completion, the geometric mean of its tokens', clipped far more tightly.",
         paper="2507.18071",
-        equation="-1/R sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i),  s_i = exp(mean_t(l - b))",
+        equation="-1/R sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i),  s_i = exp(mean_t(l - old))",
         ratio=losses.SequenceMeanRatio(),
         surrogate=losses.Clipped(low=3e-4, high=4e-4),
     ),
@@ -373,7 +373,7 @@ _ROWS = (
         name="vespo",
         summary="REINFORCE weighed by a smooth bump of the completion's ratio: no clipping, far-off completions fade out.",
         paper="2602.10693",
-        equation="-1/N sum_i sum_t sg[exp(lam + k s_i - lam exp(s_i))] A_i l,  s_i = sum_t(l - b)",
+        equation="-1/N sum_i sum_t sg[exp(lam + k s_i - lam exp(s_i))] A_i l,  s_i = sum_t(l - old)",
         ratio=losses.SequenceSumRatio(),
         surrogate=losses.Vespo(),
         weights=loss_weights.TokenMean(),
@@ -382,14 +382,14 @@ _ROWS = (
         name="gmpo",
         summary="The geometric mean of the clipped token ratios: robust to single outlying tokens.",
         paper="2507.20673",
-        equation="-1/R sum_i A_i exp(mean_t clip(l - b, -0.4, 0.4 on the side of A_i))",
+        equation="-1/R sum_i A_i exp(mean_t clip(l - old, -0.4, 0.4 on the side of A_i))",
         surrogate=losses.Geometric(),
     ),
     Algorithm(
         name="rloo",
         summary="The baseline is the mean reward of the other completions; one ratio per completion; the KL is part of the reward.",
         paper="2402.14740",
-        equation="-1/R sum_i min(rho_i A_i, clip(rho_i) A_i),  A_i = r_i - mean of the others,  rho_i = exp(sum_t(l - b))",
+        equation="-1/R sum_i min(rho_i A_i, clip(rho_i) A_i),  A_i = r_i - mean of the others,  rho_i = exp(sum_t(l - old))",
         credit=credits.LeaveOneOut(),
         ratio=losses.SequenceSumRatio(),
         kl_place="reward",
@@ -398,7 +398,7 @@ _ROWS = (
         name="reinforce_pp",
         summary="Rewards less the KL still to come, whitened over all tokens of the batch; one completion per prompt is enough.",
         paper="2501.03262",
-        equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(r_i - beta sum_{s >= t}(b - ref)_s)",
+        equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(r_i - beta sum_{s >= t}(old - ref)_s)",
         credit=credits.Whitened(),
         weights=loss_weights.TokenMean(),
         kl_place="reward",

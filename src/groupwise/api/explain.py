@@ -252,8 +252,8 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
     algorithm = replace(algorithm, extra=())
     if not samples:
         return ()
-    behavior_M = torch.from_numpy(np.concatenate([sample.behavior_logp for sample in samples])).double()
-    z_M = torch.logit(behavior_M.exp()).clamp(max=SURE)
+    old_M = torch.from_numpy(np.concatenate([sample.behavior_logp for sample in samples])).double()
+    z_M = torch.logit(old_M.exp()).clamp(max=SURE)
     passes = []
     for _ in range(mu):
         logp_M = logsigmoid(z_M)
@@ -263,7 +263,7 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
         _, push_M = RecordedLoss(replace(algorithm, beta=0.0), samples, logp).gradient()
         terms, weight_M = recorded.terms, recorded.column([sample.weight for sample in samples])
         reference_M = terms.reference_logp_M if algorithm.loss_beta else None
-        kl_M = None if reference_M is None else algorithm.kl(logp_M, reference_M, logp_M - behavior_M)
+        kl_M = None if reference_M is None else algorithm.kl(logp_M, reference_M, logp_M - old_M)
         passes.append(
             Pass(
                 logp=logp_M.numpy(),
@@ -360,19 +360,19 @@ def _weights(example: WorkedExample) -> list[str]:
 
 
 def _pass(example: WorkedExample, number: int, seen: Pass) -> list[str]:
-    weight, advantage, behavior = (example.column(name) for name in ("weight", "advantage", "behavior_logp"))
+    weight, advantage, old = (example.column(name) for name in ("weight", "advantage", "behavior_logp"))
     first = "the policy is still the one that sampled: every ratio is 1"
     moved = f"after {number - 1} gradient step{'s' if number > 2 else ''} of size {example.lr:g}"
-    names = ["b", "l", "ratio", "A", *(["KL"] if seen.kl is not None else []), "loss", "weight", "dloss/dl"]
+    names = ["old", "l", "ratio", "A", *(["KL"] if seen.kl is not None else []), "loss", "weight", "dloss/dl"]
     lines = [
         f"{number + 3}. Pass {number}: {first if number == 1 else moved}",
-        *(["  (b, l: log-prob when it was sampled, and now; A: advantage)"] if number == 1 else []),
+        *(["  (old, l: log-prob when it was sampled, and now; A: advantage)"] if number == 1 else []),
         "  completion token" + "".join(f"{name:>10}" for name in names),
     ]
     owners = [(i, t) for i, sample in enumerate(example.samples) for t in range(sample.weight.size)]
     places = {id(rollout.tokens): rollout.index + 1 for rollout in example.group.rollouts}
     for m, (i, t) in enumerate(owners):
-        values = [behavior[m], seen.logp[m], seen.ratio[m], advantage[m]]
+        values = [old[m], seen.logp[m], seen.ratio[m], advantage[m]]
         values += [] if seen.kl is None else [seen.kl[m]]
         values += [seen.loss[m], weight[m], seen.gradient[m]]
         cells = "".join(f"{_number(value):>10}" for value in values)

@@ -67,21 +67,21 @@ class RecordedLoss:
     def terms(self) -> Terms:
         """What the loss sees, float64: one segment for a sample.
 
-        Ratios are taken to the log-probs of the policy before its first update where a correction is made, else to the sampler's.
+        The old policy's log-probs are those of before the first update where a correction is made, else the sampler's.
         """
         samples, algorithm = self.samples, self.algorithm
         logp_N, sampler_N = self.column(self._logp), self.column([sample.behavior_logp for sample in samples])
         counts = torch.tensor([np.count_nonzero(sample.weight) for sample in samples], dtype=torch.int64)
         segment_N = torch.repeat_interleave(torch.arange(len(samples)), counts)
-        behavior_N, correction = sampler_N, None
+        old_N, correction = sampler_N, None
         if algorithm.correction is not None:
             columns = zip(samples, self._logp, strict=True)
-            behavior_N = self.column([sample.extra.get("scored_logp", logp) for sample, logp in columns])
-            correction = algorithm.correction(behavior_N, sampler_N, segment_N, len(samples))
+            old_N = self.column([sample.extra.get("scored_logp", logp) for sample, logp in columns])
+            correction = algorithm.correction(old_N, sampler_N, segment_N, len(samples))
         references = [sample.reference_logp for sample in samples if sample.reference_logp is not None]
         return Terms(
             logp_M=logp_N,
-            behavior_logp_M=behavior_N,
+            old_logp_M=old_N,
             sampler_logp_M=sampler_N,
             mismatch=correction,
             advantage_M=self.column([sample.advantage for sample in samples]),
@@ -115,7 +115,7 @@ class RecordedLoss:
         algorithm = self.algorithm
         logp_N = self.terms.logp_M.detach().requires_grad_()
         with torch.set_grad_enabled(algorithm.reads_tokens):
-            terms = replace(self.terms, logp_M=logp_N, log_ratio_M=logp_N - self.terms.behavior_logp_M)
+            terms = replace(self.terms, logp_M=logp_N, log_ratio_M=logp_N - self.terms.old_logp_M)
             loss_N = sum((term_N for _, term_N in self.added(terms)), algorithm.loss(terms))
             loss = (self.weight_N * loss_N).sum()
         (gradient_N,) = torch.autograd.grad(loss, logp_N) if loss.requires_grad else (torch.zeros_like(logp_N),)

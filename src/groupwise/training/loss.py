@@ -1,7 +1,7 @@
 """The loss of a packed batch: one object with one call, the sum of terms, each with a weight for every token.
 
 `Loss` is an online algorithm's: surrogate, KL and the extra terms of its row, each `sum(weight x term)`, and an entropy bonus,
-which is a mean over tokens of its own.  For plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the
+which is a mean over tokens of its own.  For plain GRPO, with rho = exp(log-prob now - log-prob before the step) and A the
 completion's advantage, it is `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`.
 
 M trained positions of a micro-batch   C those of a chunk of it   D width
@@ -95,10 +95,10 @@ class Loss:
         sampled_C = None if policy_P is None else policy_P[rows_C] != 0
         if self.algorithm.needs_forking and forking_P is None:  # of demonstrations alone
             forking_P = torch.zeros_like(batch.weight_P)
-        behavior_C, mismatch = behavior(self.algorithm, batch, rows_C, logp_C)
+        old_C, mismatch = old_logp(self.algorithm, batch, rows_C, logp_C)
         return Terms(
             logp_M=logp_C,
-            behavior_logp_M=behavior_C,
+            old_logp_M=old_C,
             sampler_logp_M=batch.behavior_logp_P[rows_C],
             mismatch=mismatch,
             advantage_M=batch.advantage_P[rows_C],
@@ -170,8 +170,8 @@ def weight(batch: Batch, name: str, rows_C: Tensor) -> Tensor:
     return batch.extra_P.get(WEIGHT + name, batch.weight_P)[rows_C]
 
 
-def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor) -> tuple[Tensor, Mismatch | None]:
-    """The log-probs (C,) that ratios are taken against, and what corrects them where the sampler is not the policy before the step.
+def old_logp(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor) -> tuple[Tensor, Mismatch | None]:
+    """The old policy's log-probs (C,), which ratios are taken against, and what corrects the loss where another policy sampled.
 
     Without a correction they are the sampler's own.  With one (another engine, older weights) they are the trainer's before the
     step: scored beforehand, or in the first pass the current ones; the correction weighs tokens by trainer over sampler.
@@ -180,5 +180,5 @@ def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor)
     if algorithm.correction is None:
         return sampler_C, None
     scored_P = batch.extra_P.get("scored_logp")
-    before_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
-    return before_C, algorithm.correction(before_C, sampler_C, batch.sequence_P[rows_C], batch.layout.segments)
+    old_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
+    return old_C, algorithm.correction(old_C, sampler_C, batch.sequence_P[rows_C], batch.layout.segments)

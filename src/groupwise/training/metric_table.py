@@ -242,14 +242,15 @@ METRICS: tuple[Section, ...] = (
     ),
     Section(
         "The policy and how far an update moved it",
-        "Online objectives. l, b, ref: log-prob of a token under the policy, the behavior policy, the reference; rho = exp(l - b),"
-        " at the algorithm's level (token or completion). Means are over trained tokens of all updates of the step.",
+        "Online objectives. l, old, b, ref: log-prob of a token under the policy, the old policy (before the step), the sampler,"
+        " the reference; rho = exp(l - old), at the algorithm's level (token or completion). Means are over trained tokens of all"
+        " updates of the step.",
         (
             Metric("progress", "-", "mean_t(A_t l_t)", "What the gradient raises. Compare it within a step, not between runs."),
             Metric("ratio/mean", "-", "mean rho", "Importance ratio.", "1 with one update per rollout"),
             Metric("ratio/min", "-", "min rho", "The smallest ratio."),
             Metric("ratio/max", "-", "max rho", "The largest ratio."),
-            Metric("ratio/kl", "nats / token", "mean(rho - 1 - log rho)", "Estimate of KL(behavior || policy).", "below 0.05",
+            Metric("ratio/kl", "nats / token", "mean(rho - 1 - log rho)", "Estimate of KL(old || policy).", "below 0.05",
                    label="Off-policy KL"),
             Metric("ratio/ess", "share", "(sum rho)^2 / (N sum rho^2)", "Effective sample size; 1 when on-policy.", "above 0.9"),
             Metric("clip/low", "share", "tokens with rho < 1 - low and A < 0 / tokens", "Gradient cut at the lower bound.",

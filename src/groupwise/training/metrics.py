@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from groupwise.algorithms import diagnostics
-from groupwise.algorithms.advantages import policy_logp
+from groupwise.algorithms.advantages import old_logp
 from groupwise.algorithms.kl_estimators import K1
 from groupwise.algorithms.losses import Correction, off_policy_keep
 from groupwise.algorithms.parts import fact
@@ -195,7 +195,7 @@ def teacher_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     gaps = [
         (own - theirs)[rollout.trained]
         for group in groups
-        for rollout, own, theirs in zip(group.rollouts, policy_logp(group), group.signals["teacher_logp"], strict=True)
+        for rollout, own, theirs in zip(group.rollouts, old_logp(group), group.signals["teacher_logp"], strict=True)
     ]
     return {"teacher/kl": _mean(np.concatenate(gaps))}
 
@@ -227,7 +227,7 @@ def kl_metrics(recorded: RecordedLoss) -> dict[str, float]:
     terms = recorded.terms
     assert terms.reference_logp_M is not None
     estimator = K1() if algorithm.kl_place == "reward" else algorithm.kl
-    kl_N = estimator(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M)
+    kl_N = estimator(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.old_logp_M)
     return diagnostics.reference_kl(kl_N, terms.logp_M, terms.reference_logp_M)
 
 
@@ -238,7 +238,6 @@ def mismatch_metrics(recorded: RecordedLoss, groups: Sequence[Scored], version: 
         return {}
     terms, correction = recorded.terms, recorded.algorithm.correction
     logp_N, sampler_N, segment_N = terms.logp_M, terms.sampler_logp_M, terms.segment_M
-    assert sampler_N is not None
     fresh = {(group.prompt.id, r.index): (r.version == version) | (version is None) for group in groups for r in group.rollouts}
     fresh_N = recorded.column([fresh[sample.group, sample.index] for sample in recorded.samples]) > 0
     metrics = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
