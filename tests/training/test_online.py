@@ -25,9 +25,10 @@ from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.closed_form import RecordedLoss
 from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts
-from groupwise.training.metrics import reward_metrics
+from groupwise.training.metrics import kl_metrics, reward_metrics
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import Scores, score
@@ -148,6 +149,16 @@ def test_kl_that_a_reward_loses_is_logged_as_it_is_taken(run: Callable) -> None:
             assert step.metrics["kl"] == pytest.approx(taken.mean(), rel=1e-3, abs=1e-7)
             signs.add((preset, step.metrics["kl"] < 0))
     assert ("grpo", True) not in signs
+
+
+@pytest.mark.parametrize(("kl", "expected"), [(None, -0.5), ("k1", -0.5), ("k3", math.exp(0.5) - 0.5 - 1)])
+def test_kl_is_by_the_estimator_that_the_credit_takes_from_the_reward(
+    kl: str | None, expected: float, scored_group: Callable
+) -> None:
+    algorithm = resolve("ppo", GroupSettings(beta=0.1, kl=kl), max_new_tokens=8)
+    rollout = scored_group([1.0, 0.0], [3, 2]).rollouts[0]
+    sample = sample_of(rollout, reference_logp=rollout.behavior_logp + 0.5)
+    assert kl_metrics(RecordedLoss(algorithm, [sample], [rollout.behavior_logp]))["kl"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("quantile", [0.5, 0.8])

@@ -260,7 +260,7 @@ METRICS: tuple[Section, ...] = (
             Metric("off_policy/dropped", "share", "tokens of completions with A < 0 and mean_t(b - l) > delta / tokens",
                    "Tokens left out by `group.off_policy_delta`.", "below 0.2"),
             Metric("kl", "nats / token", "mean of the estimator `group.kl`, first pass",
-                   "KL to the reference, with `group.beta`; by k1 where it is taken from the reward.",
+                   "KL to the reference, with `group.beta`; by k1 where a reward loses it, if `group.kl` is not set.",
                    "grows slowly", label="KL to reference", column="kl"),
             Metric("kl/max", "nats", "max of the estimator", "Its largest token."),
             Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where the exponential becomes its"

@@ -15,8 +15,8 @@ from groupwise.algorithms import diagnostics
 from groupwise.algorithms.advantages import old_logp
 from groupwise.algorithms.kl_estimators import K1
 from groupwise.algorithms.losses import Correction, off_policy_keep
-from groupwise.algorithms.parts import fact
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.parts import fact, options
+from groupwise.algorithms.table import PARTS, Algorithm
 from groupwise.records import Finish, Sample, Scored
 from groupwise.training.closed_form import RecordedLoss
 from groupwise.training.passes import Assessment, balance
@@ -220,13 +220,14 @@ def term_metrics(recorded: RecordedLoss, updates: int) -> dict[str, float]:
 
 
 def kl_metrics(recorded: RecordedLoss) -> dict[str, float]:
-    """KL to the reference by the algorithm's estimator, or by k1, which is what a reward loses; empty without a reference."""
+    """KL to the reference by the estimator that the loss adds or the reward loses; empty without a reference."""
     algorithm = recorded.algorithm
     if not algorithm.needs_reference or not recorded.samples:
         return {}
     terms = recorded.terms
     assert terms.reference_logp_M is not None
-    estimator = K1() if algorithm.kl_place == "reward" else algorithm.kl
+    named = options(algorithm.credit).get("kl", "k1")  # a credit without the option takes k1
+    estimator = algorithm.kl if algorithm.kl_place == "loss" else PARTS["kl"].get(named, K1)()
     kl_N = estimator(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.old_logp_M)
     return diagnostics.reference_kl(kl_N, terms.logp_M, terms.reference_logp_M)
 
