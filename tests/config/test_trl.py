@@ -238,6 +238,15 @@ def test_rows_to_learn_from(kind: str, text: str, expected: dict[str, object]) -
     assert {key: keys.get(key) for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "key"),
+    [("GRPOConfig", "epsilon", 0.2, "group.surrogate"), ("SFTConfig", "dataset_train_split", "train", "data.split")],
+)
+def test_a_line_of_a_value_that_is_no_other_than_the_default_says_so(kind: str, name: str, value: object, key: str) -> None:
+    (line,) = (line for line in read(f"{name}: {value}\n", kind=kind).lines if line.name == name)
+    assert line.says == f"{key}: its default"
+
+
 @pytest.mark.parametrize("text", ["vllm_mode: server", "vllm_server_base_url: http://host:1", "vllm_mode: colocate"])
 def test_servers_are_started_by_groupwise(text: str) -> None:
     needed = read(f"num_generations: 8\nmax_steps: 3\nuse_vllm: true\n{text}\n").needed
@@ -312,13 +321,16 @@ def test_the_processes_of_every_launcher_multiply_batches(launcher: str) -> None
         ("accelerate launch --num_machines 2 --num_processes 8", 8),
         ("torchrun --nnodes=1:4 --nproc-per-node=4", None),
         ("torchrun --nnodes=2 --nproc-per-node=gpu", None),
+        ("torchrun --nproc_per_node gpu", None),
+        ("torchrun --standalone --nproc-per-node=auto", None),
     ],
 )
 def test_the_processes_of_several_machines_multiply_batches(launcher: str, prompts: int | None) -> None:
     """None: how many there are is not known, and a line says so."""
     imported = read(f"{launcher} grpo.py --num_generations 8 --max_steps 3\n", "a.sh")
     assert ("--devices says it" in imported.render()) == (prompts is None)
-    assert prompts is None or imported.keys["group.prompts_per_step"] == prompts
+    assert imported.keys["group.prompts_per_step"] == (prompts or 1)
+    assert "batches are multiplied" not in imported.render() or prompts
 
 
 def test_a_file_that_tells_no_class_wants_one() -> None:

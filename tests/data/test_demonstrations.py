@@ -70,6 +70,12 @@ def test_a_text_alone_that_ends_with_any_eos_gets_no_second_one(tokenizer):
     assert [texts(tokenizer, one)[1] for one in built] == ["2<|end|>", "2<|user|>", "2<|end|>", "2<|end|>"]
 
 
+@pytest.mark.parametrize("text", ["<|end|>", "\n<|end|>", "<|end|>\n", "<|end|> <|end|>"])
+def test_a_text_alone_that_is_nothing_but_eos_is_empty(tokenizer, text):
+    built, report = demonstrations(tokenizer, [{"text": text}, {"text": "7"}])
+    assert len(built) == 1 and report.dropped == {"empty": 1}
+
+
 def test_columns_beside_a_text_are_counted_where_the_text_alone_is_read(tokenizer):
     rows = [{"text": "2", "question": "1+1", "answer": "2"}, {"text": "3"}, {"text": "4", "question": None}]
     _, report = demonstrations(tokenizer, rows)

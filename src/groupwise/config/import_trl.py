@@ -146,4 +146,4 @@ def _line(trl: Configuration, name: str, value: Any) -> Line:
     says = [
         f"{key}: {short(flow(one.value))}" + (f", {one.says}" if one.says and explained else "") for key, one in written.items()
     ]
-    return Line(name, value, fate, ", ".join(says) or f"{row.key}: nothing to write")
+    return Line(name, value, fate, ", ".join(says) or f"{row.key}: its default")

@@ -107,12 +107,14 @@ def _read_command(file: Path, text: str, kind: str | None, devices: int) -> Conf
         if known is None:
             raise ConfigError(f"{file}: no such file {str(config)!r}, which --config names")
         arguments = mapping_of(known) | arguments
-    launcher = {LAUNCHER[name]: value for name, value in _options(words[:place]).items() if name in LAUNCHER}
-    nodes, lines = launcher.pop(NODES, 1), []
-    if isinstance(nodes, int) and isinstance(each := launcher.get("num_processes"), int):
+    options = {name: value for name, value in _options(words[:place]).items() if name in LAUNCHER}
+    launcher, lines = {LAUNCHER[name]: value for name, value in options.items()}, []
+    nodes, each = launcher.pop(NODES, 1), launcher.pop("num_processes", None)
+    if isinstance(nodes, int) and isinstance(each, int):
         launcher["num_processes"] = nodes * each
-    elif nodes != 1:
-        lines = [Line(NODES, nodes, None, "how many processes it starts is not known: --devices says it")]
+    else:
+        counts = [name for name, value in options.items() if LAUNCHER[name] in (NODES, "num_processes") and value != 1]
+        lines = [Line(name, options[name], None, "how many processes it starts is not known: --devices says it") for name in counts]
     arguments = launcher | arguments
     unread = {name: value for name, value in arguments.items() if "$" in str(value)}
     program = re.split(r"[^a-z]+", Path(words[place]).stem)

@@ -18,7 +18,7 @@ from groupwise.data.preference_formats import as_pairs
 from groupwise.data.rendering import Refusal, unmentioned
 from groupwise.data.report import Report
 from groupwise.data.sources import SourceRows
-from groupwise.data.templates import EncodedAnswer, Question, Template, ended
+from groupwise.data.templates import EncodedAnswer, Question, Template, before_end, ended
 from groupwise.data.wording import ReadRow, Wording, read_demonstration, read_pair, read_solution
 from groupwise.errors import DataError
 from groupwise.records import Prompt
@@ -205,9 +205,11 @@ def encode(
             report.drop(UNKNOWN)
             continue
         if question.example.text_alone:
+            if is_blank(before_end(str(question.content), template.end_marks(eos_ids))):
+                report.drop("empty")
+                continue
             text = ended(question.tokens.tolist(), eos_ids, template.tokenizer)
-            if text.size > 1:
-                question, answers = replace(question, tokens=text[:-1]), (replace(completions[0], tokens=text[-1:]),)
+            question, answers = replace(question, tokens=text[:-1]), (replace(completions[0], tokens=text[-1:]),)
         sizes = [one.tokens.size for one in completions]
         if (size := question.tokens.size + max(sizes, default=0)) > limit:
             cut = _cut(question, size, limit, limited_by, too_long, report, template)
