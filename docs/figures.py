@@ -25,7 +25,7 @@ from groupwise.viewer.sources import open_sources
 IMAGES = Path(__file__).parent / "images"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "real_model.json"
 STUDENT = 4.303
-"""Quantile of Student's distribution for a 95 % interval of three."""
+"""Quantile of Student's distribution for a 95% interval of three."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 340, 52, 150, 16, 44
 BLUE, ORANGE, GREY, INK = "#2557c7", "#b45309", "#9aa5b1", "#1f2933"
 
@@ -36,7 +36,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def points(lines: Sequence[dict[str, Any]], metric: str) -> list[tuple[float, float, float]]:
-    """(step, value, half of its 95 % interval or 0) where a metric was written."""
+    """(step, value, half of its 95% interval or 0) where a metric was written."""
     return [(line["step"], line[metric], line.get(f"{metric}/half_width") or 0.0) for line in lines if metric in line]
 
 
@@ -46,11 +46,11 @@ class Curve(NamedTuple):
     label: str
     colour: str
     points: Sequence[tuple[float, float, float]]
-    """(x, y from 0 to 1, half of its 95 % interval); without any interval it is a thin line."""
+    """(x, y from 0 to 1, half of its 95% interval); without any interval it is a thin line."""
 
 
 def reward_curve(run: Path) -> str:
-    """The training reward of every step, and held-out accuracy with its 95 % interval."""
+    """The training reward of every step, and held-out accuracy with its 95% interval."""
     lines = lines_of(run)
     last = max(line["step"] for line in lines)
     curves = [
@@ -63,7 +63,7 @@ def reward_curve(run: Path) -> str:
 
 
 def learning_curve() -> str:
-    """Held-out accuracy by processor minutes, TRL beside Groupwise (`benchmarks/learning.py`): means over seeds, 95 % intervals."""
+    """Held-out accuracy by processor minutes, TRL beside Groupwise (`benchmarks/learning.py`): means over seeds, 95% intervals."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     curves = []
     for side, label, colour in (("groupwise", "Groupwise", BLUE), ("trl", "TRL 1.16", ORANGE)):

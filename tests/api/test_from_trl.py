@@ -50,7 +50,7 @@ def test_a_value_of_another_type_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^num_generations=None: no value that TRL takes"):
         gw.from_trl(args, model="m", reward_funcs=length, train_dataset=ROWS)
     args = config("GRPOConfig", max_steps=1, reward_weights=[1.0])
-    with pytest.raises(ConfigError, match=r"1 weights for 2 reward functions"):
+    with pytest.raises(ConfigError, match=r"1 weight for 2 reward functions"):
         gw.from_trl(args, model="m", reward_funcs=[length, accuracy_reward], train_dataset=ROWS)
 
 

@@ -133,7 +133,7 @@ def test_summary_compares_the_start_with_the_end() -> None:
     assert any(line.split() == ["reward", "0.100", "0.900"] for line in text.splitlines())
     assert "0.33 -> 0.99" in text
     assert "!" not in text
-    assert "best of step 40: reward 1, 1 tokens, length" in text
+    assert "best of step 40: reward 1, 1 token, length" in text
     assert "worst of step 40: reward 0" in text
 
 

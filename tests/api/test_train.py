@@ -615,7 +615,7 @@ def test_wrong_questions_say_what_was_given(call: Callable) -> None:
             policy.generate(given)  # type: ignore[call-overload]
     with pytest.raises(gw.GroupwiseError, match=r"temperature is a number from 0 .* got a str: 'hot'"):
         policy.generate("1", temperature="hot")  # type: ignore[call-overload]
-    with pytest.raises(DataError, match="2 prompts and 1 completions"):
+    with pytest.raises(DataError, match="got 1 of 2"):
         policy.score(["1", "2"], ["3"])
     with pytest.raises(DataError, match="outside the vocabulary"):
         policy.score("1", [10**6])

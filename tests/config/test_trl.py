@@ -699,7 +699,7 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("reward_weights: [1.0]", "reward_weights=[1.0]: no value that TRL takes (1 weights for 2 reward functions)"),
+        ("reward_weights: [1.0]", "reward_weights=[1.0]: no value that TRL takes (1 weight for 2 reward functions)"),
         ("reward_weights: [1.0, 2.0, 3.0]", "3 weights for 2 reward functions"),
         ("num_generations: few", "num_generations='few': no value"),
         ("num_generations: 0", "num_generations=0: no value"),

@@ -117,7 +117,7 @@ def test_settings_that_contradict_each_other(settings, message, tokenizer):
 def test_d3_empty_data_and_a_held_out_share_of_nothing(write, tokenizer):
     with pytest.raises(DataError, match="is empty"):
         load_data(DataSettings(path=write(b"")), tokenizer, **SIZES)
-    with pytest.raises(DataError, match="holds out none of the 1 rows"):
+    with pytest.raises(DataError, match="holds out no row of 1"):
         load_data(DataSettings(path=write([{"prompt": "x"}]), eval_fraction=0.01), tokenizer, **SIZES)
     with pytest.raises(DataError, match=r"max_new_tokens is 64 and the model's context is 64"):
         load_data(DataSettings(path=write(ROWS)), tokenizer, context=64, max_new_tokens=64, seed=0)
@@ -239,7 +239,7 @@ def test_two_held_out_parts_share_nothing_and_the_test_part_is_the_same_with_and
         assert all(prompt.id.startswith("eval/") for prompt in both.validation)
     texts = set(load_texts(DataSettings(path=path, eval_fraction={"test": 0.2, "validation": 0.1}), seed=0))
     assert not texts & (parts[1] | parts[2])
-    with pytest.raises(DataError, match=r"eval_fraction 0\.001 holds out none of the 200 rows"):
+    with pytest.raises(DataError, match=r"eval_fraction 0\.001 holds out no row of 200"):
         load_data(DataSettings(path=path, eval_fraction={"test": 0.2, "validation": 0.001}), tokenizer, **SIZES)
 
 

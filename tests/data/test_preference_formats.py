@@ -310,7 +310,7 @@ def test_what_is_no_pair_of_one_prompt_is_counted_by_reason(row, reason):
     _, report = told([{"prompt": "1", "chosen": "2", "rejected": "3"}, row])
     ((found, count),) = report.dropped.items()
     assert found.startswith(reason) and count == 1 and "f.jsonl row 2" in report.first[found]
-    with pytest.raises(DataError, match=f"(no pair is left|0 of 1 rows can be used): .*1 {reason}"):
+    with pytest.raises(DataError, match=f"(no pair is left|0 of 1 row can be used): .*1 {reason}"):
         told([row])
 
 

@@ -115,7 +115,7 @@ def test_a_row_without_a_part_that_a_format_string_reads_does_not_stop_the_other
         "without a part of a column that data.template reads": 2,
         "with nothing in a column that data.template reads": 1,
     }
-    with pytest.raises(DataError, match=r"0 of 1 rows can be used: 1 without a part of .*row 1: q lacks what \{q\[1\]\} reads"):
+    with pytest.raises(DataError, match=r"0 of 1 row can be used: 1 without a part of .*row 1: q lacks what \{q\[1\]\} reads"):
         encode_prompts(SourceRows("f.jsonl", rows[1:2]), template, max_tokens=20)
 
 

@@ -141,7 +141,7 @@ def test_missing_log_probs_and_entropies_are_named(scored_group: Callable[..., S
         closed_form(bonus, samples, {(s.group, s.index): s.behavior_logp for s in samples})
     masked = resolve("grpo", GroupSettings(group_size=2, entropy_quantile=0.5), 8)
     logp = {(s.group, s.index): s.behavior_logp for s in samples}
-    with pytest.raises(DataError, match="the entropies of 1 completions, the first of them 0/0#1"):
+    with pytest.raises(DataError, match="the entropies of 1 completion, the first of them 0/0#1"):
         closed_form(masked, samples, logp, {("0/0", 0): samples[0].behavior_logp})
     adaptive = resolve("grpo", GroupSettings(group_size=2, entropy_target=1.0, entropy_bonus=0.1), 8)
     with pytest.raises(DataError, match="adaptive entropy bonus"):

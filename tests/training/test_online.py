@@ -367,7 +367,7 @@ def test_a_short_run_without_a_trained_completion_ends_with_an_error(longest: in
     engine = Endless(policy, max_rows=8) if longest == 1 else None
     _, steps = run(algorithm=algorithm, policy=policy, engine=engine, sampling=Sampling(max_new_tokens=longest), steps=1)
     if longest == 1:
-        with pytest.raises(RewardError, match="every completion of 1 steps was truncated"):
+        with pytest.raises(RewardError, match="every completion of 1 step was truncated"):
             next(steps)
     else:
         assert [step.number for step in steps] == [1]

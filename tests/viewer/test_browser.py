@@ -53,7 +53,7 @@ def test_it_opens_on_the_most_informative_group_the_best_first(viewer: Callable,
     assert page.locator(".group-list li").count() == 3
     assert page.title() == "alpha · groupwise"
     shares = page.evaluate("[0.125, 0.375, 0.0125, 0.05, 0, 1, null].map(percent)")
-    assert shares == [*(f"{share:.0%}".replace("%", " %") for share in (0.125, 0.375)), "1.2 %", "5.0 %", "0 %", "100 %", "–"]
+    assert shares == [*(f"{share:.0%}" for share in (0.125, 0.375)), "1.2%", "5.0%", "0%", "100%", "–"]
 
 
 def test_tokens_are_coloured_by_the_key_that_is_pressed(viewer: Callable, run_folder: Path, tab: Tab) -> None:
@@ -471,9 +471,9 @@ def test_axe_finds_nothing_serious(viewer: Callable, run_folder: Path, tab: Tab,
 def test_a_run_that_succeeds_is_not_accused_and_its_times_can_be_read(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder).address, width=390)
     verdict = lambda *curves: page.evaluate("([reward, accuracy]) => verdictOf(reward, accuracy)", list(curves))  # noqa: E731
-    assert verdict([0.5, 0.7, 0.99], [0.98, 1.0, 1.0]).endswith("It is near its ceiling of 100 %.")
+    assert verdict([0.5, 0.7, 0.99], [0.98, 1.0, 1.0]).endswith("It is near its ceiling of 100%.")
     assert "may be cheated" in verdict([0.2, 0.5, 0.9], [0.3, 0.3, 0.3])
-    assert verdict([0.2, 0.5, 0.9], [0.3, 0.5, 0.7]).endswith("held-out accuracy from 30 % to 70 %.")
+    assert verdict([0.2, 0.5, 0.9], [0.3, 0.5, 0.7]).endswith("held-out accuracy from 30% to 70%.")
     assert page.evaluate("() => [2.7e-6, 3.4e-4, 1.5].map(shortTime)") == ["< 0.1 ms", "0.340 ms", "1.50 s"]
     standing, card = (page.locator(place).first.bounding_box() for place in (".standing", ".card"))
     assert standing["y"] < card["y"], "on a phone it comes before the completions"

@@ -46,6 +46,7 @@ from groupwise.training.mismatch import diagnose
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of, unbranched
 from groupwise.utils.secrets import scrubbed
+from groupwise.utils.spelling import counted
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
 """Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
@@ -290,14 +291,13 @@ def _golds(rewards: Rewards, graded: Collection[str | None], prompts: Sequence[P
             yield Finding("gold", good, f"no row has an answer in the column {column!r}: {name} gives None")
             continue
         earned = _earned(rewards, looked, [as_text(prompt.row[column]) for prompt in looked])[:, rewards.names.index(name)]
-        without = f"; {len(prompts) - len(held)} of {len(prompts)} rows have none" if len(held) < len(prompts) else ""
+        first = f"the gold answers of the first {counted(len(looked), 'prompt')} earn {name} ="
+        without = f"; {len(prompts) - len(held)} of {counted(len(prompts), 'row')} have none" if len(held) < len(prompts) else ""
         if name not in graded:
-            yield Finding(
-                "gold", None, f"the gold answers of the first {len(looked)} prompts earn {name} = {_mean(earned)}{without}"
-            )
+            yield Finding("gold", None, f"{first} {_mean(earned)}{without}")
             continue
         missed = [prompt for prompt, value in zip(looked, earned, strict=True) if not value >= 1.0]
-        says = f"the gold answers of the first {len(looked)} prompts earn {name} = 1{without}"
+        says = f"{first} 1{without}"
         if missed:
             gold = as_text(missed[0].row[column])
             (problem,) = check_gold([gold]) if name == "accuracy" else [None]
@@ -410,7 +410,7 @@ def _endings(recipe: Recipe, job: Job, prompts: Sequence[Prompt], rollouts: Sequ
         groups = list(job.engine.generate(prompts[:WHOLE], group_size=1, sampling=sampling, seed=recipe.seed))
         rollouts, within = [rollout for group in groups for rollout in group], length
         share = float(np.mean([not rollout.truncated for rollout in rollouts]))
-    says = f"{share:.0%} of {len(rollouts)} completions ended within {within} tokens"
+    says = f"{share:.0%} of {counted(len(rollouts), 'completion')} ended within {within} tokens"
     says += " (rollout.max_new_tokens)" if within == length else f" (rollout.max_new_tokens is {length})"
     if share == 0:
         return Finding("endings", False, f"{says}: warm the model up with SFT, or raise rollout.max_new_tokens")
@@ -425,7 +425,7 @@ def _agree(name: str, scored: Sequence[np.ndarray], expected: Sequence[np.ndarra
     gaps = np.concatenate([np.abs(a - b) for a, b in zip(scored, expected, strict=False)] or [np.zeros(1)])
     gap = float(gaps.max(initial=0.0))
     if gap <= limit:
-        return Finding(name, True, f"{says} (largest difference {gap:.1e} nats over {gaps.size} tokens)")
+        return Finding(name, True, f"{says} (largest difference {gap:.1e} nats over {counted(gaps.size, 'token')})")
     return Finding(name, False, f"{what} differ by up to {gap:.2g} nats, more than rounding ({limit:g}): do not train; report it")
 
 
@@ -443,7 +443,7 @@ def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
         yield Finding("rewards", False, "no completion can be scored: each reward function returned None for all of them")
         return
     spread = f"mean {np.nanmean(rewards):.3f}, from {np.nanmin(rewards):.3g} to {np.nanmax(rewards):.3g}"
-    says = f"{spread}; {dead} of {len(groups)} groups without differences"
+    says = f"{spread}; {dead} of {counted(len(groups), 'group')} without differences"
     if dead == len(groups):
         says += (
             ": nothing to learn from them; use easier (or harder) prompts, a better start, a larger group_size, or a finer reward"

@@ -46,6 +46,7 @@ from groupwise.runs.prepared import Prepared, eval_sampling, longest_of
 from groupwise.runs.trust import demand_trust
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils.files import expanded
+from groupwise.utils.spelling import counted
 
 JUDGES = ("reward", "prm")
 """Objectives whose models write no completions."""
@@ -66,7 +67,8 @@ class EvalReport:
         """Plain text."""
         evaluation = self.evaluation
         lines = [
-            f"{self.checkpoint}: {evaluation.prompts} prompts, {evaluation.k} samples each (± is half of a 95 % interval)",
+            f"{self.checkpoint}: {counted(evaluation.prompts, 'prompt')}, {counted(evaluation.k, 'sample')} each "
+            "(± is half of a 95% interval)",
             f"  {self.about}",
             *(f"  {label:16}  {text}" for label, text in evaluation.summary().items() if label != "tokens"),
             f"  mean length       {evaluation.length:.1f} tokens, {evaluation.truncated:.1%} truncated",

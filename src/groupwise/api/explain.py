@@ -30,7 +30,7 @@ from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import RecordedLoss
 from groupwise.training.samples import weigh
 from groupwise.utils.files import expanded
-from groupwise.utils.spelling import near_path
+from groupwise.utils.spelling import counted, near_path
 
 PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
 """What the policy that sampled gave to the first token, the second, ... of all completions; then again from the first."""
@@ -362,7 +362,7 @@ def _weights(example: WorkedExample) -> list[str]:
 def _pass(example: WorkedExample, number: int, seen: Pass) -> list[str]:
     weight, advantage, old = (example.column(name) for name in ("weight", "advantage", "behavior_logp"))
     first = "the policy is still the one that sampled: every ratio is 1"
-    moved = f"after {number - 1} gradient step{'s' if number > 2 else ''} of size {example.lr:g}"
+    moved = f"after {counted(number - 1, 'gradient step')} of size {example.lr:g}"
     names = ["old", "l", "ratio", "A", *(["KL"] if seen.kl is not None else []), "loss", "weight", "dloss/dl"]
     lines = [
         f"{number + 3}. Pass {number}: {first if number == 1 else moved}",

@@ -19,6 +19,7 @@ from groupwise.api.train import Training, train
 from groupwise.config.import_trl import Imported, translated
 from groupwise.config.trl_arguments import KINDS, LORA, Configuration, RewardModel, adapter_arguments
 from groupwise.errors import ConfigError
+from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -117,7 +118,7 @@ class _UnshownRows:
     rows: Any
 
     def __str__(self) -> str:
-        return f"{len(self.rows):,} rows" if hasattr(self.rows, "__len__") else type(self.rows).__name__
+        return counted(len(self.rows), "row") if hasattr(self.rows, "__len__") else type(self.rows).__name__
 
 
 def _adapter(config: Any) -> dict[str, Any]:

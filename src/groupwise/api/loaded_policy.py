@@ -208,7 +208,7 @@ class LoadedPolicy(Policy):
         single = _is_single(prompts)
         prompts, completions = ([prompts], [completions]) if single else (prompts, completions)
         if len(prompts) != len(completions):
-            raise DataError(f"{len(prompts)} prompts and {len(completions)} completions: score takes as many of each")
+            raise DataError(f"score takes as many completions as prompts: got {len(completions)} of {len(prompts)}")
         if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
             raise DataError(f"score needs a finite temperature above 0, got {temperature!r}: greedy choices have no log-probs")
         samples = []

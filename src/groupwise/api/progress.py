@@ -18,6 +18,7 @@ from rich.text import Text
 
 from groupwise.records import Step
 from groupwise.training.metric_table import RECENT, ROWS, flags
+from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import escaped
 
 Plan = Sequence[tuple[str, str]]
@@ -221,7 +222,6 @@ class Progress:
         best, worst = max(scored, key=lambda pair: pair[0]), min(scored, key=lambda pair: pair[0])
         chosen = [("best", best)] + ([("worst", worst)] if worst[0] < best[0] else [])
         for label, (reward, rollout) in chosen:
-            self.console.print(
-                Text(f"{label} of step {step.number}: reward {reward:g}, {len(rollout)} tokens, {rollout.finish}", style="dim")
-            )
+            about = f"reward {reward:g}, {counted(len(rollout), 'token')}, {rollout.finish}"
+            self.console.print(Text(f"{label} of step {step.number}: {about}", style="dim"))
             self.console.print(safe(rollout.prompt.text, limit=200, style="dim") + safe(rollout.text, limit=400))

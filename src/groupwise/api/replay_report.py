@@ -11,6 +11,7 @@ import numpy as np
 from groupwise.records import Rollout
 from groupwise.runs.plan import algorithm_line
 from groupwise.runs.replay import TIMES, Figure, Replay, ReplayedStep
+from groupwise.utils.spelling import counted
 
 SHOWN = (
     *("rewards, added up", "advantages", "loss, closed form", "log-probs", "reference_logp", "scored_logp", "loss", "grad_norm"),
@@ -27,7 +28,8 @@ def render(replayed: Replay) -> str:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = sum(int(rollout.trained.sum()) for rollout in rollouts)
     lines = [
-        f"step {replayed.number} of {replayed.folder}: {len(rollouts)} completions of {len(groups)} prompts, {tokens} tokens",
+        f"step {replayed.number} of {replayed.folder}: {counted(len(rollouts), 'completion')} of {counted(len(groups), 'prompt')}, "
+        f"{counted(tokens, 'token')}",
         algorithm_line(again.algorithm),
         _beginning(replayed),
         "compared bit for bit" if replayed.apart is None else f"compared within a tolerance: {replayed.apart}",
@@ -36,7 +38,7 @@ def render(replayed: Replay) -> str:
     shown = [figure for figure in replayed.figures if figure.name in SHOWN or not figure.same]
     lines += _table(["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in shown])
     if others := len(replayed.figures) - len(shown):
-        lines.append(f"{others} other metrics are the same")
+        lines.append(f"other metrics that are the same: {others}")
     lines += ["", *_gradient("gradient by log-prob", again)]
     if changed is not None:
         lines += ["", f"changed: {algorithm_line(changed.algorithm)}"]
@@ -58,7 +60,7 @@ def _beginning(replayed: Replay) -> str:
         return "without a model: from the recorded log-probs"
     way = replayed.number - 1 - replayed.begun
     begin = f"checkpoint {replayed.begun}" if replayed.begun else "the model that the run began with"
-    return f"from {begin}" + (f", by way of {way} recorded step{'s' * (way > 1)}" if way else "")
+    return f"from {begin}" + (f", by way of {counted(way, 'recorded step')}" if way else "")
 
 
 def _row(figure: Figure) -> list[str]:

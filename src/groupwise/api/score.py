@@ -24,6 +24,7 @@ from groupwise.runs import recorded
 from groupwise.runs.folder import Origin, origin_of
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils.files import expanded
+from groupwise.utils.spelling import counted
 
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "finish_reason")
 """Columns of recorded runs that functions are given beside those of the data (the last as `finish_reasons`)."""
@@ -78,7 +79,7 @@ class ScoreReport:
 
         Control characters of completions are shown as escapes: what a model wrote must not steer a terminal.
         """
-        lines = [f"{len(self.rows)} completions{self.source and f' of {self.source}'}"]
+        lines = [f"{counted(len(self.rows), 'completion')}{self.source and f' of {self.source}'}"]
         columns = list(zip(self.names, self.rewards.T, strict=True))
         if len(columns) > 1:
             columns.append(("reward (weighted sum)", self.reward))
@@ -107,7 +108,8 @@ class ScoreReport:
             yield "one completion for each prompt: whether rewards differ within a prompt is not to be seen"
             return
         differ = sum(len(np.unique(group[~np.isnan(group)])) > 1 for group in several)
-        yield f"{differ} of {len(several)} prompts with several completions have different rewards; the others teach nothing"
+        prompts = counted(len(several), "prompt")
+        yield f"{differ} of {prompts} with several completions have different rewards; the others teach nothing"
 
     def _described(self, call: TimedCall) -> str:
         others = f" and {call.count - 1} more of its prompt" if call.count > 1 else ""

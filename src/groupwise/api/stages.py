@@ -32,6 +32,7 @@ from groupwise.runs.prepared import plan_of
 from groupwise.runs.recorded import list_rollouts
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.training.evaluate import Evaluation
+from groupwise.utils.spelling import counted
 
 ACROSS = 5
 """Figures that stand side by side in 80 columns; more of them stand below one another."""
@@ -189,7 +190,7 @@ def closing_table(outcomes: Mapping[str, RunResult], recipe: Recipe, console: Co
         console.print()
         console.print(table)
     if tables:
-        about = "; ".join(["on what training never saw", *notes, "± is half of a 95 % interval"])
+        about = "; ".join(["on what training never saw", *notes, "± is half of a 95% interval"])
         console.print(f"({about})", style="dim", highlight=False)
     console.print("\nNext:", highlight=False)
     for line in _next_commands(recipe, last):
@@ -199,7 +200,7 @@ def closing_table(outcomes: Mapping[str, RunResult], recipe: Recipe, console: Co
 def _part(label: str, judged: Judged, last: Judged | None) -> list[str]:
     """Which of the held-out prompts a row is about, where `eval.prompts` makes them fewer than those of the last row."""
     if isinstance(judged, Evaluation) and isinstance(last, Evaluation) and judged.prompts < last.prompts:
-        return [f"{label}: the first {judged.prompts:,} of {last.prompts:,} prompts"]
+        return [f"{label}: the first {judged.prompts:,} of {counted(last.prompts, 'prompt')}"]
     return []
 
 

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
+from groupwise.utils.spelling import counted
 
 EXAMPLES = (
     "groupwise eval runs/demo/grpo                                   as the run evaluated itself",
@@ -57,7 +58,7 @@ class Counter:
         if self.stream.isatty():
             kind = "greedy" if self.greedy else "sampled"
             end = "\r\033[K" if done == count and not self.greedy else ""
-            print(f"\r\033[Kevaluating, {kind}: {done:,} of {count:,} prompts{end}", end="", file=self.stream, flush=True)
+            print(f"\r\033[Kevaluating, {kind}: {done:,} of {counted(count, 'prompt')}{end}", end="", file=self.stream, flush=True)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from groupwise.config.trl_arguments import ADAPTER, KINDS, OPEN, Configuration, 
 from groupwise.config.trl_files import read_configuration
 from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
-from groupwise.utils.spelling import closest
+from groupwise.utils.spelling import closest, counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class Imported:
         fates = self.by_fate()
         counts = ", ".join(f"{len(lines)} {title}" for title, lines in fates.items())
         source = "" if self.source == self.kind else f"{self.source}: "
-        lines = [f"{source}{self.kind}, {len(self.lines)} arguments: {counts}"]
+        lines = [f"{source}{self.kind}, {counted(len(self.lines), 'argument')}: {counts}"]
         for title in (FATES["changed"], FATES["missing"], "not read"):
             lines += [f"  {title}: {line}" for line in fates.get(title, ())]
         return "\n".join([*lines, *(f"  still to set: {one}" for one in self.needed)])

@@ -127,7 +127,7 @@ class ModelSettings:
     """How a batch is computed: `shared` (packed, each prompt once per group), `packed` (prompts repeated), `single` (one sequence
     per forward pass: for models that cannot be packed)."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory.  An update takes 12 to 20 % longer, with an adapter up to half as
+    """Recompute activations in the backward pass: less memory.  An update takes 12 to 20% longer, with an adapter up to half as
     long again."""
     lora: LoraSettings | None = None
     chat_template: str | None = None

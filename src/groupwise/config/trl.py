@@ -33,7 +33,7 @@ from groupwise.config.trl_arguments import (
     short,
     whole_of,
 )
-from groupwise.utils.spelling import closest
+from groupwise.utils.spelling import closest, counted
 
 FATES: dict[Fate, str] = {
     "same": "carried over",
@@ -343,8 +343,7 @@ def _batch(trl: Configuration) -> None:
     """`batch_size`, or how a rollout is made up and cut."""
     batch, names = trl.batch, ("per_device_train_batch_size", "per_gpu_train_batch_size", "gradient_accumulation_steps")
     if not trl.online:
-        devices = f"{trl.devices} device{'s' if trl.devices > 1 else ''}"
-        says = f"{batch.rows // trl.devices} x {devices} x {batch.pieces} steps"
+        says = f"{batch.rows // trl.devices} x {counted(trl.devices, 'device')} x {counted(batch.pieces, 'step')}"
         if trl.kind == "SFTConfig" and trl.arguments.get("packing"):
             longest = f"{trl.whole(_longest(trl), 1):,} tokens"
             says += f" of TRL's packed sequences, {longest} each"
@@ -354,7 +353,7 @@ def _batch(trl: Configuration) -> None:
         return
     uneven = batch.completions % batch.size
     trl.write("group.group_size", batch.size, "num_generations", fate="changed" if uneven else None)
-    says = f"{batch.completions} completions of a rollout / {batch.size}"
+    says = f"{counted(batch.completions, 'completion')} of a rollout / {batch.size}"
     says += f" is {Fraction(batch.completions, batch.size)}: rounded" if uneven else ""
     trl.write("group.prompts_per_step", batch.prompts, *names, "generation_batch_size", *trl.lost & {"num_generations"}, says=says)
     if batch.passes != batch.pieces:
@@ -376,11 +375,11 @@ def _length(trl: Configuration) -> None:
     if not trl.online:
         trl.write("epochs", epochs, "num_train_epochs")
     elif trl.steps is not None:
-        says = f"{epochs:g} x {trl.rows} rows / {trl.batch.prompts} prompts"
+        says = f"{epochs:g} x {counted(trl.rows or 0, 'row')} / {counted(trl.batch.prompts, 'prompt')}"
         trl.write("steps", trl.steps, "num_train_epochs", says=says)
     else:
         trl.note("num_train_epochs", "changed", "steps counts rollouts, and how many rows there are is not known here")
-        trl.need(f"steps: {epochs:g} epochs are {epochs:g} x rows of the data / {trl.batch.prompts} prompts")
+        trl.need(f"steps: {epochs:g} epochs are {epochs:g} x rows of the data / {counted(trl.batch.prompts, 'prompt')}")
 
 
 def _warm_up(trl: Configuration) -> None:
@@ -607,7 +606,7 @@ def _rewards(trl: Configuration) -> None:
         return
     weights = trl.made("reward_weights", _numbers, trl.arguments.get("reward_weights") or [None] * len(functions))
     if len(weights) != len(functions):
-        trl.refuse("reward_weights", f"{len(weights)} weights for {len(functions)} reward functions")
+        trl.refuse("reward_weights", f"{counted(len(weights), 'weight')} for {counted(len(functions), 'reward function')}")
     entries: list[dict[str, Any]] = []
     guessed: list[str] = []
     for place, (function, weight) in enumerate(zip(functions, weights, strict=True)):

@@ -298,7 +298,7 @@ def _tell(questions: Sequence[Question], remark: str, what: str, report: Report)
     for question in questions:
         report.note(remark, first=question.where)
     if questions:
-        more = f" ({len(questions)} such rows)" if len(questions) > 1 else ""
+        more = f" ({len(questions):,} such rows)" if len(questions) > 1 else ""
         report.warnings.append(f"{questions[0].where}{more}: {what}")
 
 

@@ -28,6 +28,7 @@ from groupwise.data.wording import ReadRow, Wording, read_answered_or_not
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
 from groupwise.utils.imports import demand_attributes, own_code
+from groupwise.utils.spelling import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +61,7 @@ class Data(Generic[Item]):
     def __str__(self) -> str:
         lines = [f"train: {self.report}"]
         if self.overlap:
-            lines.append(f"  ({self.overlap} further rows left out of training: their prompts are held out)")
+            lines.append(f"  ({counted(self.overlap, 'further row')} left out of training: their prompts are held out)")
         if self.held_out_report is not None:
             lines.append(f"held out: {self.held_out_report}")
         return "\n".join(lines)
@@ -165,7 +166,7 @@ def _load(
         parts = _split(rows, template, settings.parts)
         for name, share in settings.parts.items():
             if not len(parts[name]):
-                raise DataError(f"data.eval_fraction {share:g} holds out none of the {len(rows)} rows: raise it, or set it to 0")
+                raise DataError(f"data.eval_fraction {share:g} holds out no row of {len(rows)}: raise it, or set it to 0")
         rows, held_out, watched = parts["train"], parts["test"], parts.get("validation")
     overlap = 0
     if held_out is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from groupwise.data.sources import SourceRows
+from groupwise.utils.spelling import counted
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +64,7 @@ class Report:
         return self.kept + self.dropped.total()
 
     def __str__(self) -> str:
-        text = f"{self.source}: {self.kept:,} of {self.rows:,} rows"
+        text = f"{self.source}: {self.kept:,} of {counted(self.rows, 'row')}"
         if self.lengths:
             text += f", {sum(self.lengths) / self.kept:.1f} tokens on average, at most {max(self.lengths)}"
         for label, counts in (("dropped", self.dropped), ("kept", self.noted)):

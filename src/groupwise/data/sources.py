@@ -20,6 +20,7 @@ from groupwise.config.settings import DATA_SUFFIXES
 from groupwise.config.validation import ROW
 from groupwise.errors import DataError
 from groupwise.utils.files import digest, expanded
+from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import escaped
 
 Row = Mapping[str, Any]
@@ -239,7 +240,7 @@ def none_left(name: str, left_out: Sequence[LeftOut]) -> str:
     """The message for a source none of whose rows can be used: every reason with its count and its first row."""
     counts, first = Counter(left.reason for left in left_out), {left.reason: left.where for left in reversed(left_out)}
     reasons = ", ".join(f"{count} {reason} (first: {first[reason]})" for reason, count in counts.items())
-    return f"{name}: 0 of {len(left_out)} rows can be used: {reasons}"
+    return f"{name}: 0 of {counted(len(left_out), 'row')} can be used: {reasons}"
 
 
 def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> SourceRows:
@@ -310,8 +311,7 @@ def live_rows(source: object, name: str) -> Live:
             raise DataError(f"{where}: half of a character, {error.object[error.start]!a}, stands alone: mend the text") from None
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}: {error}") from None
-    count = f"{len(rows):,} row" + ("s" if len(rows) > 1 else "")
-    return Live(f"{count} ({short_digest(written)})", SourceRows(name, rows))
+    return Live(f"{counted(len(rows), 'row')} ({short_digest(written)})", SourceRows(name, rows))
 
 
 def _copied(row: Mapping[str, Any], where: str, copied: dict[int, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def described(labels: Sequence[str]) -> str:
     ('completions 0 of row 5, 1 of row 5', 'completions 0 of row 5, 0 of row 5, 0 of row 5 ... (4 in all)')
     """
     more = f" ... ({len(labels)} in all)" if len(labels) > 3 else ""
-    return f"completion{'s' if len(labels) > 1 else ''} {', '.join(labels[:3])}{more}"
+    return f"completion{'s' * (len(labels) > 1)} {', '.join(labels[:3])}{more}"
 
 
 Texts = tuple[str, str]

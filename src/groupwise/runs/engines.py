@@ -24,6 +24,7 @@ from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
 from groupwise.training.groups import PrefetchedRollouts
 from groupwise.utils.imports import demand_attributes, imported, own_code
+from groupwise.utils.spelling import counted
 
 Make = Callable[[Policy, RolloutSettings, EpisodeWorld | None], Engine]
 
@@ -159,5 +160,5 @@ def engine_lines(engine: Engine, ahead: PrefetchedRollouts) -> Lines:
     lines = [("rollouts", engine.where)] if engine.where is not None else []
     if ahead.steps:
         how = "while it trains" if ahead.beside else "in turn with it"
-        lines.append(("ahead", f"sampling is up to {ahead.steps} step{'s' * (ahead.steps > 1)} ahead of training, {how}"))
+        lines.append(("ahead", f"sampling is up to {counted(ahead.steps, 'step')} ahead of training, {how}"))
     return lines

@@ -38,6 +38,7 @@ from groupwise.training.preferences import preference_rows
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
+from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -233,7 +234,7 @@ def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
     rows = [row for step in steps for row in preference_rows(read_step(folder, step).groups, judge)]
     if not rows:
         raise DataError(
-            f"{folder} holds no pair: {len(steps)} steps are recorded there (save.rollouts_every), none with a difference"
+            f"{folder} holds no pair: {counted(len(steps), 'recorded step')} (save.rollouts_every), none with a difference"
         )
     path = folder / f"pairs{'' if judge is None else f'-{judge}'}.jsonl"
     files.write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())

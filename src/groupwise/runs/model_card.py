@@ -88,7 +88,7 @@ def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
     else:
         figures = after.summary()
         lines += [
-            "On what training never saw; ± is half of a 95 % interval.",
+            "On what training never saw; ± is half of a 95% interval.",
             "",
             f"| {' | '.join(figures)} |",
             "|" + "---|" * len(figures),

@@ -28,6 +28,7 @@ from groupwise.ops.linear_cross_entropy import chunk_rows
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.runs.policies import largest_model, parameter_count, shape_of, weightless
+from groupwise.utils.spelling import counted
 
 Lines = list[tuple[str, str]]
 """Label and text, as printed."""
@@ -277,10 +278,10 @@ def process_lines(shape: Shape, load: Load, sharding: fsdp.ShardingConfig, world
         held += ", in host memory" if sharding.offload else ""
     lines = [("processes", f"{world}, {held}; gradients are summed")]
     positions = -(-load.positions(load.prompts) // world)
-    training = f"{positions:,} positions to train in {-(-positions // load.budget)} micro-batches"
+    training = f"{positions:,} positions to train in {counted(-(-positions // load.budget), 'micro-batch')}"
     for name, prompts in prompts_of(load, world):
         sampled = prompts * load.group * load.completion_tokens
-        what = f"{prompts} x {load.group} completions, at most {sampled:,} tokens; " if load.completion_tokens else ""
+        what = f"{prompts} x {counted(load.group, 'completion')}, at most {sampled:,} tokens; " if load.completion_tokens else ""
         lines.append((name, what + training))
         lines += memory_lines(process_memory(shape, load, sharding, prompts=prompts, world=world))
     return lines
@@ -304,19 +305,19 @@ def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0, l
         raise ConfigError(f"no prompt is left to train on{_because(left_out)}")
     if group.prompts_per_step > rows:
         raise ConfigError(
-            f"group.prompts_per_step is {group.prompts_per_step}, but the data has only {rows} prompts: "
+            f"group.prompts_per_step is {group.prompts_per_step}, but the data has only {counted(rows, 'prompt')}: "
             f"use group.prompts_per_step={rows} or less, or add data{_because(left_out)}"
         )
     completions = group.prompts_per_step * group.group_size
     updates = group.updates_per_rollout * group.minibatches
     drawn = steps * group.prompts_per_step
     return [
-        ("data", f"{rows:,} prompts to train on, {_held_out(held_out, validation)}"),
-        ("a step", f"{group.prompts_per_step} prompts x {group.group_size} completions = {completions} completions of at most "
-                   f"{recipe.rollout.max_new_tokens} tokens"),
+        ("data", f"{counted(rows, 'prompt')} to train on, {_held_out(held_out, validation)}"),
+        ("a step", f"{counted(group.prompts_per_step, 'prompt')} x {counted(group.group_size, 'completion')} = "
+                   f"{counted(completions, 'completion')} of at most {counted(recipe.rollout.max_new_tokens, 'token')}"),
         ("updates", f"{updates} per rollout (passes {group.updates_per_rollout} x minibatches {group.minibatches}), "
                     f"{steps * updates:,} in all"),
-        ("in all", f"{steps:,} steps, {steps * completions:,} completions, {drawn / rows:.2f} epochs"),
+        ("in all", f"{counted(steps, 'step')}, {counted(steps * completions, 'completion')}, {drawn / rows:.2f} epochs"),
     ]  # fmt: skip
 
 
@@ -332,11 +333,11 @@ def offline_plan(
     size = min(recipe.batch_size, rows)
     steps = recipe.steps or math.ceil((recipe.epochs or 0.0) * rows / size)
     if steps < 1:
-        raise ConfigError(f"{recipe.epochs} epochs of {rows} rows make no step of {size} rows: raise epochs, or say steps")
+        raise ConfigError(f"epochs {recipe.epochs:g} of {counted(rows, 'row')} make no step of {size}: raise epochs, or say steps")
     lines = [
-        ("data", f"{rows:,} rows to train on ({tokens:.0f} tokens on average), {_held_out(held_out, validation)}"),
-        ("a step", f"{size} rows, about {size * tokens:,.0f} tokens"),
-        ("in all", f"{steps:,} steps, {steps * size:,} rows, {steps * size / rows:.2f} epochs"),
+        ("data", f"{counted(rows, 'row')} to train on ({tokens:.0f} tokens on average), {_held_out(held_out, validation)}"),
+        ("a step", f"{counted(size, 'row')}, about {size * tokens:,.0f} tokens"),
+        ("in all", f"{counted(steps, 'step')}, {counted(steps * size, 'row')}, {steps * size / rows:.2f} epochs"),
     ]
     return lines, steps
 

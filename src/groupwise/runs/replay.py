@@ -50,7 +50,7 @@ from groupwise.training.groups import COMPUTED, Collected, RecordedRollouts
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import train_online
 from groupwise.training.samples import minibatches, weigh
-from groupwise.utils.spelling import near_path
+from groupwise.utils.spelling import counted, near_path
 
 Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token; empty where nothing was computed."""
@@ -306,7 +306,7 @@ def _beginning(folder: Path, number: int, reach: int) -> tuple[int | None, list[
             reasons.append(f"from checkpoint {step}, which is damaged: {wrong}")
             continue
         if number - 1 - step > reach:
-            far = f"{number - 1 - step} steps behind step {step}, farther than --reach {reach}"
+            far = f"{counted(number - 1 - step, 'step')} behind step {step}, farther than --reach {reach}"
             return None, [*reasons, f"the weights before the step: {far}"]
         try:
             for between in range(step + 1, number):

@@ -40,6 +40,7 @@ from groupwise.training.evaluate import Evaluation
 from groupwise.training.objectives import OBJECTIVES
 from groupwise.utils import files
 from groupwise.utils.secrets import scrubbed
+from groupwise.utils.spelling import counted
 from groupwise.utils.statistics import Estimate
 from groupwise.utils.terminal import logger
 
@@ -58,7 +59,7 @@ class RunResult:
     def __repr__(self) -> str:
         """A few lines: where the run lies and what it came to."""
         held = [(f"before: {self.before!r}" if self.before else ""), (f"after: {self.after!r}" if self.after else "")]
-        return "\n".join([f"RunResult({self.steps} steps, in {self.folder})", *(f"  {line}" for line in held if line)])
+        return "\n".join([f"RunResult({counted(self.steps, 'step')}, in {self.folder})", *(f"  {line}" for line in held if line)])
 
 
 def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:

@@ -24,6 +24,7 @@ from groupwise.algorithms.table import Algorithm
 from groupwise.errors import DataError
 from groupwise.records import Sample
 from groupwise.training.samples import SIGNALS, entropy_tokens, with_forking, with_gradient
+from groupwise.utils.spelling import counted
 
 if TYPE_CHECKING:
     from groupwise.training.passes import Assessment
@@ -171,7 +172,7 @@ def _check_recorded(what: str, tokens: Tokens, samples: Sequence[Sample]) -> Non
     lack = list(dict.fromkeys(f"{one.group}#{one.index}" for one in samples if _of(tokens, one).size != one.completion.size))
     if lack:
         raise DataError(
-            f"the {what} of {len(lack)} completions, the first of them {lack[0]}, were not recorded, because the run "
+            f"the {what} of {counted(len(lack), 'completion')}, the first of them {lack[0]}, were not recorded, because the run "
             "did not train them: only a model can say them"
         )
 

@@ -17,6 +17,7 @@ from groupwise.distributed import comm
 from groupwise.records import Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.compose import Judge
 from groupwise.rollout.engine import Engine
+from groupwise.utils.spelling import counted
 from groupwise.utils.statistics import Estimate, mean, proportion
 
 
@@ -57,7 +58,7 @@ class Evaluation:
     def __repr__(self) -> str:
         """One line: the completions are not printed."""
         figures = ", ".join(f"{label} {text}" for label, text in self.summary().items())
-        return f"Evaluation({self.prompts:,} prompts: {figures})"
+        return f"Evaluation({counted(self.prompts, 'prompt')}: {figures})"
 
     def metrics(self) -> dict[str, float]:
         """Flat names, as the log keeps them under `eval/`.  What could not be computed has none."""

@@ -31,6 +31,7 @@ from groupwise.rewards.compose import Judge
 from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.engine import Engine
 from groupwise.utils import threads
+from groupwise.utils.spelling import counted
 
 COMPUTED = ("reference_logp", "scored_logp", "teacher_logp", "value", "old_value", "return")
 """Signals that training computes."""
@@ -178,8 +179,8 @@ class SampledRollouts:
                 )
             if masked >= most:
                 raise RewardError(
-                    f"every completion of {masked} steps was truncated and left out of the loss (group.truncated: mask): "
-                    "nothing can be learnt; raise rollout.max_new_tokens, or set group.truncated: keep"
+                    f"every completion of {counted(masked, 'step')} was truncated and left out of the loss "
+                    "(group.truncated: mask): nothing can be learnt; raise rollout.max_new_tokens, or set group.truncated: keep"
                 )
             yield number, (groups, drawn)
 

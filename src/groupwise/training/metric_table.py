@@ -377,7 +377,7 @@ METRICS: tuple[Section, ...] = (
                    "Is one of k samples right? Of prompts with k judged samples or more."),
             Metric("eval/greedy_reward", "yours", "mean combined reward of the greedy completions", "Without a verdict."),
             Metric("eval/reward", "yours", "mean combined reward of the samples", "Held-out reward."),
-            Metric("eval/NAME/half_width", "as NAME", "half the 95 % interval: Wilson for shares, normal over prompts for means",
+            Metric("eval/NAME/half_width", "as NAME", "half the 95% interval: Wilson for shares, normal over prompts for means",
                    "How sure the figure is."),
             Metric("eval/rewards/NAME", "yours", "mean over samples", "One reward function."),
             Metric("eval/rewards/NAME/none", "share", "samples with None / samples",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from groupwise.config.settings import OptimizerSettings
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError, Diverged
+from groupwise.utils.spelling import counted
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
@@ -125,7 +126,7 @@ class Optimizer:
         if self.nonfinite >= self.settings.max_nonfinite_steps:
             first = ", ".join(broken) or "overflow of the norm"
             raise Diverged(
-                f"the gradient was not finite {self.nonfinite} steps in a row (first of them: {first}); "
+                f"the gradient was not finite {counted(self.nonfinite, 'step')} in a row (first of them: {first}); "
                 "lower optimizer.lr, or look at the last rollouts"
             )
         return StepStats(norm, lr, not finite, self.entropy_bonus)

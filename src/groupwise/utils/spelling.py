@@ -1,10 +1,20 @@
-"""What a misspelt word may have meant."""
+"""Words in messages: how many of something there are, and what a misspelt word may have meant."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "row"), counted(2000, "row")
+    ('1 row', '2,000 rows')
+    """
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:

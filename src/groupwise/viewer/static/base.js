@@ -114,12 +114,12 @@ function shortTime(seconds) {
   return seconds < 1e-4 ? "< 0.1 ms" : `${fmt(Number((1000 * seconds).toPrecision(2)))} ms`;
 }
 
-/** A share.  Halves are rounded to the even digit, as the terminal does: 0.125 is 12 %. */
+/** A share.  Halves are rounded to the even digit, as the terminal does: 0.125 is 12%. */
 function percent(value) {
   if (value === null || value === undefined) return "–";
   const digits = value && Math.abs(value) < 0.1 ? 1 : 0;
   const shown = { minimumFractionDigits: digits, maximumFractionDigits: digits, roundingMode: "halfEven" };
-  return (100 * value).toLocaleString("en", shown).replace("-", "−") + " %";
+  return (100 * value).toLocaleString("en", shown).replace("-", "−") + "%";
 }
 
 const many = (count, word, plural) => `${count.toLocaleString("en")} ${count === 1 ? word : plural || word + "s"}`;

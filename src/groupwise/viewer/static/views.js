@@ -1146,7 +1146,7 @@ function verdictOf(reward, accuracy) {
   const [was, is] = ends(rewards),
     [before, after] = ends(accuracies);
   const moved = `The reward went from ${fmt(was)} to ${fmt(is)}, held-out accuracy from ${percent(before)} to ${percent(after)}.`;
-  if (after >= 0.95) return `${moved} It is near its ceiling of 100 %.`;
+  if (after >= 0.95) return `${moved} It is near its ceiling of 100%.`;
   if (is - was > 0.05 && after - before < 0.02)
     return `${moved} The reward rose and accuracy did not: the reward may be cheated, or the prompts learnt by heart.`;
   return moved;
