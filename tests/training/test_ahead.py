@@ -143,7 +143,10 @@ def test_sampling_goes_on_while_a_step_is_trained(run: Callable) -> None:
     assert sorted(engine.begun) == [("0/0", 0), ("0/2", 0)]
     released.set()
     assert [step.number for step in steps] == [2, 3, 4]
-    assert sorted(engine.begun) == [("0/0", 0), ("0/2", 0), ("0/4", 1), ("0/6", 2)]
+    names, versions = zip(*sorted(engine.begun), strict=True)
+    assert names == ("0/0", "0/2", "0/4", "0/6")
+    # A thread that comes to run late finds the weights of a later step.
+    assert all(version >= least for version, least in zip(versions, (0, 0, 1, 2), strict=True))
 
 
 def test_an_error_of_the_sampling_thread_is_raised_by_the_next_take(run: Callable) -> None:

@@ -213,6 +213,18 @@ class Algorithm:
         by_token = self.correction is None or self.correction.level == "token"
         return alone and by_token and self.off_policy_delta is None
 
+    def old_logp(
+        self, before_M: Tensor, sampler_M: Tensor, segment_M: Tensor, segments: int
+    ) -> tuple[Tensor, losses.Mismatch | None]:
+        """The old policy's log-probs (M,), which ratios are taken against, and what corrects the loss where another policy sampled.
+
+        before_M: the trainer's before the step, which a correction takes; it weighs tokens by trainer over sampler.
+        sampler_M: the sampler's, which are the old policy's where nothing is corrected.
+        """
+        if self.correction is None:
+            return sampler_M, None
+        return before_M, self.correction(before_M, sampler_M, segment_M, segments)
+
     def log_ratio(self, terms: losses.Terms) -> Tensor:
         """Log of the importance ratio of each token (M,), at the algorithm's level, checked."""
         inputs = terms.logp_M, terms.old_logp_M, terms.segment_M, terms.segments

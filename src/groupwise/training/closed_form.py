@@ -66,25 +66,19 @@ class RecordedLoss:
 
     @cached_property
     def terms(self) -> Terms:
-        """What the loss sees, float64: one segment for a sample.
-
-        The old policy's log-probs are those of before the first update where a correction is made, else the sampler's.
-        """
+        """What the loss sees, float64: one segment for a sample."""
         samples, algorithm = self.samples, self.algorithm
         logp_N, sampler_N = self.column(self._logp), self.column([sample.behavior_logp for sample in samples])
         counts = torch.tensor([np.count_nonzero(sample.weight) for sample in samples], dtype=torch.int64)
         segment_N = torch.repeat_interleave(torch.arange(len(samples)), counts)
-        old_N, correction = sampler_N, None
-        if algorithm.correction is not None:
-            columns = zip(samples, self._logp, strict=True)
-            old_N = self.column([sample.extra.get("scored_logp", logp) for sample, logp in columns])
-            correction = algorithm.correction(old_N, sampler_N, segment_N, len(samples))
+        before = [sample.extra.get("scored_logp", logp) for sample, logp in zip(samples, self._logp, strict=True)]
+        old_N, mismatch = algorithm.old_logp(self.column(before), sampler_N, segment_N, len(samples))
         references = [sample.reference_logp for sample in samples if sample.reference_logp is not None]
         return Terms(
             logp_M=logp_N,
             old_logp_M=old_N,
             sampler_logp_M=sampler_N,
-            mismatch=correction,
+            mismatch=mismatch,
             advantage_M=self.column([sample.advantage for sample in samples]),
             segment_M=segment_N,
             segments=len(samples),

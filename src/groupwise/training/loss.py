@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.losses import Mismatch, Terms
+from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import called, checked_loss, fact, name_of
 from groupwise.algorithms.table import Algorithm
 from groupwise.models.moe import router_coefficient
@@ -95,14 +95,17 @@ class Loss:
         sampled_C = None if policy_P is None else policy_P[rows_C] != 0
         if self.algorithm.needs_forking and forking_P is None:  # of demonstrations alone
             forking_P = torch.zeros_like(batch.weight_P)
-        old_C, mismatch = old_logp(self.algorithm, batch, rows_C, logp_C)
+        scored_P, sampler_C, segment_C = batch.extra_P.get("scored_logp"), batch.behavior_logp_P[rows_C], batch.sequence_P[rows_C]
+        # Not scored beforehand: in the first pass these are the current ones.
+        before_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
+        old_C, mismatch = self.algorithm.old_logp(before_C, sampler_C, segment_C, batch.layout.segments)
         return Terms(
             logp_M=logp_C,
             old_logp_M=old_C,
-            sampler_logp_M=batch.behavior_logp_P[rows_C],
+            sampler_logp_M=sampler_C,
             mismatch=mismatch,
             advantage_M=batch.advantage_P[rows_C],
-            segment_M=batch.sequence_P[rows_C],
+            segment_M=segment_C,
             segments=batch.layout.segments,
             reference_logp_M=None if reference_P is None else reference_P[rows_C],
             # No part of the algorithm is about tokens that nobody sampled.
@@ -168,17 +171,3 @@ def update_critic(critic: Critic, loss: Loss, *, budget: int) -> int:
 def weight(batch: Batch, name: str, rows_C: Tensor) -> Tensor:
     """The weights (C,) of a term's loss: its own column where demonstrations are mixed in, else the samples' weights."""
     return batch.extra_P.get(WEIGHT + name, batch.weight_P)[rows_C]
-
-
-def old_logp(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor) -> tuple[Tensor, Mismatch | None]:
-    """The old policy's log-probs (C,), which ratios are taken against, and what corrects the loss where another policy sampled.
-
-    Without a correction they are the sampler's own.  With one (another engine, older weights) they are the trainer's before the
-    step: scored beforehand, or in the first pass the current ones; the correction weighs tokens by trainer over sampler.
-    """
-    sampler_C = batch.behavior_logp_P[rows_C]
-    if algorithm.correction is None:
-        return sampler_C, None
-    scored_P = batch.extra_P.get("scored_logp")
-    old_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
-    return old_C, algorithm.correction(old_C, sampler_C, batch.sequence_P[rows_C], batch.layout.segments)
