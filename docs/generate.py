@@ -41,11 +41,11 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # The algorithms
 
-Which one to take: [choosing](choosing.md). `groupwise explain --preset NAME` works one step through in numbers.
+[Choosing](choosing.md) helps to select one. `groupwise explain --preset NAME` shows one step in numbers.
 
-An online algorithm is one row of a table with four parts: **credit** (rewards -> advantages), **ratio** level, **surrogate**
-and **weights** (normalisation). `objective: NAME` takes a row. Keys of `group` replace single parts:
-`group: {credit: centered, weights: {name: constant, length: 1024}}`.
+An online algorithm is a row of a table with four parts: **credit** (rewards -> advantages), **ratio** level, **surrogate** and
+**weights** (normalisation). `objective: NAME` selects a row. Keys of `group` replace single parts: `group: {credit: centered,
+weights: {name: constant, length: 1024}}`.
 
 """
 NOTATION = """\
@@ -54,15 +54,16 @@ NOTATION = """\
 | symbol | meaning |
 |---|---|
 | R, N | completions of a step, and their trained tokens |
-| r_i, A_i, n_i | reward, advantage and tokens of completion i |
-| L | the longest that a completion may be |
+| r_i, A_i, n_i | reward, advantage and number of tokens of completion i |
+| L | the token limit of a completion |
 | l, old, ref | log-prob of a token under the policy, the old policy (before the step), and the reference |
 | b | log-prob under the behavior policy, which sampled: `old`, unless another engine or older weights sampled |
 | rho | exp(l - old) |
 | sg | stops the gradient |
-| clip(rho) | clip(rho, 0.8, 1.2), where no bounds are written |
+| clip(rho) | clip(rho, 0.8, 1.2), unless bounds are given |
 
-With `group.beta` above 0 every token's loss gets `+ beta KL`, estimated by `group.kl` (k3), unless the KL is part of the reward.
+With `group.beta` above 0 `beta KL` is added to every token's loss, unless the KL is part of the reward. `group.kl` selects the
+estimator (k3).
 """
 
 
@@ -159,9 +160,9 @@ def metrics_page() -> str:
 METRICS_INTRO = """\
 # The metrics
 
-Every step writes one line of `metrics.jsonl` with these keys. A quantity that was not computed has no key. Words in capitals stand
-for a name. "Yours" is the unit of your rewards. In italics: rules of thumb for reasoning tasks with a checker.
-What to look at first: [how to read a run](monitoring.md).
+Every step writes one line of `metrics.jsonl` with these keys. A metric that was not computed has no key. Words in capitals are
+placeholders. "Yours" is the unit of your rewards. Italics are rules of thumb for reasoning tasks with a checker. [How to read a
+run](monitoring.md) explains which metrics to read first.
 """
 
 
@@ -290,9 +291,8 @@ def sentence(path: Path) -> str:
 MODELS = """\
 # Models
 
-Will your checkpoint train, and how fast? `groupwise check RECIPE model.path=...` answers for yours. This page answers for the
-families that people download. `make docs` makes it from `tests/models/families.json`, which
-`python tests/models/families.py` measures.
+This page lists common model families. `groupwise check RECIPE model.path=...` tests your checkpoint. `make docs` makes the
+table from `tests/models/families.json`, which `python tests/models/families.py` measures.
 
 | family | `model_type` | passes | sampling |
 |---|---|---|---|
@@ -300,22 +300,22 @@ families that people download. `make docs` makes it from `tests/models/families.
 
 - **packed**: a step is one stream without padding, and a prompt is computed once for all its completions
   ([batches](batches.md)).
-- **one by one**: a forward pass for every sequence, and `generate` for sampling. Both have to be set: `model: {{attention:
-  single}}`, `rollout: {{engine: transformers}}`. That is several times slower.
-- **specialised**: the engine computes the layers itself, which is the fastest way. **native**: the engine calls the model's
-  modules. Both compute a prompt once and continue conversations. **generate**: transformers' own loop.
+- **one by one**: a forward pass for every sequence, and `generate` for sampling. Set `model: {{attention: single}}` and
+  `rollout: {{engine: transformers}}`. It is several times slower.
+- **specialised**: the engine computes the layers itself, which is fastest. **native**: the engine calls the model's modules.
+  Both compute a prompt once and continue conversations. **generate**: transformers' own loop.
 
-In all, transformers {transformers} knows {count} causal architectures: {packed} train packed, {single} one by one, {refused}
-are refused, {missing} could not be built. `tests/models/families.md` lists each with what is proven of it.
+Of {count} causal architectures in transformers {transformers}, {packed} train packed, {single} one by one, {refused} are
+refused, and {missing} could not be built. `tests/models/families.md` lists each with its proofs.
 
 ## Hybrids
 
 Qwen3.5, Qwen3-Next, OLMo-hybrid (gated DeltaNet), Granite 4, Nemotron-H, Falcon-H1, Bamba (Mamba-2) and LFM2 (short
-convolutions) carry a state from token to token. The state behind a shared prompt is computed once and forked to its completions,
+convolutions) carry a state from token to token. The state after a shared prompt is computed once and copied to its completions,
 in scoring, training and sampling. On GPUs `flash-linear-attention`, if installed, computes gated DeltaNets in bfloat16.
 
-Processor seconds of an update's passes over 2 prompts with 8 completions of up to 64 tokens, by a hybrid of 24 million parameters
-on one thread (`python benchmarks/sharing.py --shape H --prompts 2 --completion 64`):
+Processor seconds of an update's forward and backward passes. A hybrid of 24 million parameters computes 2 prompts with 8
+completions of up to 64 tokens on one thread (`python benchmarks/sharing.py --shape H --prompts 2 --completion 64`):
 
 | prompt | shared | packed, prompts repeated | one by one |
 |---|---|---|---|
@@ -325,41 +325,42 @@ on one thread (`python benchmarks/sharing.py --shape H --prompts 2 --completion 
 
 ## Checkpoints that read images
 
-Of Qwen3.5, Gemma 3 and 4, Mistral 3, Llama 4 and others the text part is trained. The part that reads images takes no gradient,
-no weight decay and no adapter; `final/` holds it unchanged.
+Groupwise trains the text part of Qwen3.5, Gemma 3 and 4, Mistral 3, Llama 4 and others. The image encoder gets no gradient, no
+weight decay and no adapter. `final/` holds it unchanged.
 
 ## What is proven when a run begins
 
-Groupwise compares what the run will compute with the model's own forward and backward pass, each text by itself or beside others of
-its length, with your weights, on the device and in the type of the run. A model that differs is refused, with the reason. The plan
-says what is proven:
+Groupwise compares its computation with the model's own forward and backward pass. The comparison uses your weights, and the
+device and dtype of the run. A model that differs is refused with the reason. The plan lists what is proven:
 
 ```text
 proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu in float32, at 7 lengths from 2 to 95 (to 2e-06)
 ```
 
 - scoring: log-probs, in streams of several prompts and completions, within 0.0002 nats;
-- training: the gradient of an update, within 0.002 of each parameter's norm; above {many} parameters only of norms and biases,
+- training: the gradient of an update, within 0.002 of each parameter's norm; above {many} parameters only for norms and biases,
   the first and the last block, embedding and head;
-- sampling: the log-prob that the engine draws a token with, also in conversations;
+- sampling: the engine's log-probs, also in conversations;
 - scores of a reward model or a critic;
-- under an adapter all of that, with random numbers in the factor that begins at 0.
+- with an adapter all of these, with random numbers in the factor that begins at 0.
 
-Texts lie on both sides of every window, chunk, convolution and length that the model names and the run reaches, up to {across}
-tokens. On a CPU a model of more than {large} parameters gets three texts of up to 8 tokens, and no gradient of embedding and
-head. Autocast and bfloat16 are compared in float32 first, then in the type itself with a wide tolerance. A proof is remembered for
-the same code, weights, device, type and texts (`proven before`).
+The texts are shorter and longer than every window, chunk, convolution and length that the model's configuration names and the
+run reaches, up to {across} tokens. On a CPU a model of more than {large} parameters gets three texts of up to 8 tokens, and no
+gradient of embedding and head. Autocast and bfloat16 are compared in float32 first, then in the dtype itself with a wide
+tolerance. A proof is reused for the same code, weights, device, dtype and texts (`proven before`).
 
-The proof does not see:
+The proof does not cover:
 
-- what begins beyond the run's longest text, beyond {far} tokens at a length that nothing names, or beyond {across};
+- differences beyond the run's longest text, beyond {far} tokens at a length that the configuration does not name, or beyond
+  {across};
 - a soft cap that no score reaches;
-- rounding in bfloat16 that is a few times coarser than the model's own: a test compares that for every family;
-- on a CPU, in a large model, what needs many rows, long texts, a prompt of one token or the gradient of the head to show;
+- rounding in bfloat16 that is a few times coarser than the model's own: a test compares it for every family;
+- on a CPU, in a large model, differences that appear only with many rows, long texts, a prompt of one token, or in the head's
+  gradient;
 - in a reward model run one by one, scores of tokens that depend on later tokens;
-- engines outside of this process (vLLM): their log-probs are watched in every step.
+- engines in other processes (vLLM), whose log-probs are compared in every step.
 
-Dropout is off, whatever the checkpoint's configuration says.
+Dropout is always off.
 """
 DOWNLOADED: dict[str, tuple[str, str]] = {
     "Qwen3.5, 3.6": ("qwen3_5, as published", "qwen3_5"),
@@ -552,19 +553,19 @@ def argument_row(action: argparse.Action) -> str:
 ERRORS_INTRO = """\
 # Errors
 
-The messages that people meet most. `...` stands for what a message fills in. `--debug` shows the traceback. For wrong results
-without an error: [what goes wrong](failures.md).
+The most frequent messages. `...` is a gap that a message fills. `--debug` shows the traceback. For wrong results without an
+error see [what goes wrong](failures.md).
 
 ## Exit codes
 
 | code | error | meaning |
 |---|---|---|
-| 0 | | the command did what it was asked |
+| 0 | | success |
 """
 SIGNALS = """\
 | 130 | | Ctrl-C; the same command continues |
 | 128 + N | | signal N, for example 143 for SIGTERM; the same command continues |
-| 141 | | nobody reads the output any more (a closed pipe); the same command continues |
+| 141 | | the reader of the output closed the pipe; the same command continues |
 """
 
 
