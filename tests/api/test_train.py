@@ -544,13 +544,13 @@ def test_a_loaded_policy_asks_as_its_run_did(call: Callable) -> None:
     list(call(data={"path": ROWS, "chat": True, "system": "12+3"}, save={"every": 1}))
     for path in ("runs/mine", "runs/mine/final", "runs/mine/checkpoints/000002"):
         policy = gw.load_policy(path)
-        assert (policy.chat, policy.system) == (True, "12+3"), path
+        assert (policy.data.chat, policy.data.system) == (True, "12+3"), path
         messages = [{"role": "user", "content": "2+2="}]
         as_text, as_messages = policy.generate("2+2=", max_new_tokens=4), policy.generate(messages, max_new_tokens=4)
         assert as_text == as_messages
         np.testing.assert_array_equal(policy.score("2+2=", "4"), policy.score(messages, "4"))
     shutil.copytree("runs/mine/final", "elsewhere")
-    assert not gw.load_policy("elsewhere").chat
+    assert not gw.load_policy("elsewhere").data.chat
     bare, chat = gw.load_policy("elsewhere").score("2+2=", "4"), gw.load_policy("runs/mine").score("2+2=", "4")
     assert abs(float(bare[0] - chat[0])) > 1e-6
 
@@ -567,10 +567,11 @@ def test_a_loaded_policy_shows_tools_and_writes_control_tokens_as_its_run_did(
     template = Template(tokenizer=tokenizer, chat=True, control_tokens=control)
     trained, _ = encode_prompts(SourceRows("f", rows), template, max_tokens=99)
     own = LoadedPolicy.of(tiny_policy())
-    loaded = dataclasses.replace(own, tokenizer=tokenizer, chat=True, control_tokens=control)
+    asking = settings.DataSettings(chat=True, control_tokens=control)
+    loaded = dataclasses.replace(own, tokenizer=tokenizer, data=asking)
     asked = loaded._questions(rows)
     assert [question.tokens.tolist() for question in asked] == [prompt.tokens.tolist() for prompt in trained]
-    renamed = dataclasses.replace(loaded, columns={"prompt": "question", "tools": "functions"})
+    renamed = dataclasses.replace(loaded, data=dataclasses.replace(asking, columns={"prompt": "question", "tools": "functions"}))
     (asked_so,) = renamed._questions([{"question": rows[0]["prompt"], "functions": [tool]}])
     assert asked_so.tokens.tolist() == trained[0].tokens.tolist()
     assert "cannot be read" not in caplog.text
@@ -599,7 +600,7 @@ def test_a_policy_of_single_turns_is_not_taken_for_a_conversing_one(
     recipe = settings.Recipe(name="r", objective="grpo", environment=settings.EnvironmentSettings(**environment))
     policy = LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=recipe))
     assert policy.conversed == conversed
-    assert policy.chat == conversed, "rows of an environment may hold messages without data.chat"
+    assert policy.data.chat == conversed, "rows of an environment may hold messages without data.chat"
 
 
 @pytest.mark.slow

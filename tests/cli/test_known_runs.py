@@ -209,7 +209,7 @@ def test_chat_asks_as_the_run_did(there: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_loaded_policy_asks_as_the_run_did(there: Path) -> None:
     policy = gw.load_policy(RUN)
-    assert (policy.template, policy.max_new_tokens, policy.dtype) == ("Q: {prompt} A:", 5, policy.model.dtype)
+    assert (policy.data.template, policy.max_new_tokens, policy.dtype) == ("Q: {prompt} A:", 5, policy.model.dtype)
     answer = _with_template(policy, None).generate("Q: 2+2= A:", seed=3, max_new_tokens=5)
     for prompt in ("2+2=", {"prompt": "2+2="}, {"question": "2+2="}):
         assert policy.generate(prompt, seed=3) == answer
@@ -221,7 +221,7 @@ def test_a_loaded_policy_asks_as_the_run_did(there: Path) -> None:
 def _with_template(policy: gw.LoadedPolicy, template: str | None) -> gw.LoadedPolicy:
     import dataclasses
 
-    return dataclasses.replace(policy, template=template)
+    return dataclasses.replace(policy, data=dataclasses.replace(policy.data, template=template))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.config.settings import ControlTokens, ModelSettings
+from groupwise.config.settings import DataSettings, ModelSettings
 from groupwise.config.validation import wrong_model
 from groupwise.data.messages import Content
 from groupwise.data.sources import kind_of
@@ -63,16 +63,8 @@ LENGTH = 256
 class LoadedPolicy(Policy):
     """A `Policy` with `generate` and `score` for texts, rows and chat messages."""
 
-    chat: bool = False
-    """Strings are messages of the user, and the chat template is applied."""
-    system: str | None = None
-    """System message of prompts that bring none."""
-    template: str | None = None
-    """Format string that makes a prompt from a row; a text takes the place of its only column."""
-    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the chat template, as in the run; a row's `chat_template_kwargs` go over them."""
-    control_tokens: ControlTokens = "warn"
-    """What becomes of control tokens in messages: with `plain` they are text, as in the run."""
+    data: DataSettings = DataSettings()  # noqa: RUF009 - frozen
+    """How a text or a row becomes a prompt, as in the run.  A text takes the place of the template's only column."""
     conversed: bool = False
     """True of a policy that was trained with tools or in an environment."""
 
@@ -90,8 +82,6 @@ class LoadedPolicy(Policy):
         size = sum(parameter.numel() for parameter in self.model.parameters())
         return f"LoadedPolicy({type(self.model).__name__}, {size:,} parameters, {self.device})"
 
-    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Columns of rows, ours: theirs."""
     max_new_tokens: int = LENGTH
     """Longest completion in tokens, where `generate` is not told."""
     stop: tuple[str, ...] = ()
@@ -110,12 +100,7 @@ class LoadedPolicy(Policy):
         conversed = origin.recipe.environment.talks or origin.recipe.environment.asks
         return dataclasses.replace(
             loaded,
-            chat=data.chat or (conversed and bool(policy.tokenizer.chat_template)),
-            system=data.system,
-            template=data.template,
-            columns=data.columns,
-            variables=data.chat_template_kwargs,
-            control_tokens=data.control_tokens,
+            data=dataclasses.replace(data, chat=data.chat or (conversed and bool(policy.tokenizer.chat_template))),
             conversed=conversed,
             max_new_tokens=rollout.max_new_tokens,
             stop=rollout.stop,
@@ -224,14 +209,7 @@ class LoadedPolicy(Policy):
 
     def _questions(self, prompts: Sequence[Any]) -> list[Any]:
         """Each prompt as the policy reads it."""
-        template = Template(
-            tokenizer=self.tokenizer,
-            chat=self.chat,
-            system=self.system,
-            format=self.template,
-            variables=self.variables,
-            control_tokens=self.control_tokens,
-        )
+        template = Template.build(self.data, self.tokenizer)
         unformatted = dataclasses.replace(template, format=None)  # messages are a prompt as they are
         wheres = [f"prompt {place}" for place in range(len(prompts))]
         contents: list[Content] = []
@@ -259,14 +237,14 @@ class LoadedPolicy(Policy):
     def _row(self, prompt: str | Row, where: str) -> Row:
         """A prompt as a row of data; a text fills the only column that the template reads.  DataError if there are several."""
         if isinstance(prompt, Mapping):
-            theirs = {ours: prompt[name] for ours, name in self.columns.items() if name in prompt}
+            theirs = {ours: prompt[name] for ours, name in self.data.columns.items() if name in prompt}
             return {**prompt, **theirs}
-        if self.template is None:
+        if (format := self.data.template) is None:
             return {"prompt": prompt}
-        named = [name for _, name, _, _ in string.Formatter().parse(self.template) if name]
-        names = ["instruction"] if self.template == "alpaca" else list(dict.fromkeys(named))
+        named = [name for _, name, _, _ in string.Formatter().parse(format) if name]
+        names = ["instruction"] if format == "alpaca" else list(dict.fromkeys(named))
         if len(names) != 1:
-            raise DataError(f"{where} is a text, and the template {self.template!r} reads {', '.join(names)}: give a row of data")
+            raise DataError(f"{where} is a text, and the template {format!r} reads {', '.join(names)}: give a row of data")
         return {names[0]: prompt}
 
     def _ids(self, completion: Any, end: bool) -> np.ndarray:

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from groupwise.api.loaded_policy import LoadedPolicy
-from groupwise.config.settings import DataSettings
 from groupwise.data.templates import Template
 from groupwise.models.loading import Blueprint
 from groupwise.proof.prove import prove
@@ -40,13 +39,7 @@ class Answered:
         if source is None:
             return None
         ends.callback(source.close)
-        data = DataSettings(
-            task="addition",
-            chat=True,
-            system=policy.system,
-            control_tokens=policy.control_tokens,
-            chat_template_kwargs=policy.variables,
-        )
+        data = dataclasses.replace(policy.data, chat=True, template=None)
         recipe = dataclasses.replace(recipe_of_environment({}), environment=settings, data=data)
         world = make_world(recipe, Blueprint.of(policy), source, Sampling(max_new_tokens=length))
         if world is None:

@@ -74,12 +74,13 @@ def chat(
     if origin is not None and environment is None:
         demand_trust(origin, ("environment",))
     policy = load_policy(path)
-    talks = policy.chat or environment is not None or (origin is None and bool(policy.tokenizer.chat_template))
-    policy = dataclasses.replace(policy, system=policy.system if system is None else system, conversed=False)
+    data = policy.data if system is None else dataclasses.replace(policy.data, system=system)
+    talks = data.chat or environment is not None or (origin is None and bool(policy.tokenizer.chat_template))
+    policy = dataclasses.replace(policy, data=data, conversed=False)
     if talks:
-        way = "a conversation" + (f" under {policy.system!r}" if policy.system else "")
+        way = "a conversation" + (f" under {data.system!r}" if data.system else "")
     else:
-        way = "every line is a prompt of its own" + (f", put into {policy.template!r}" if policy.template else "")
+        way = "every line is a prompt of its own" + (f", put into {data.template!r}" if data.template else "")
     length = max_new_tokens or policy.max_new_tokens
     console.print(safe(f"{path}: {way}; at most {length} tokens; an empty line ends it", style="dim"), soft_wrap=True)
     messages: list[Mapping[str, Any]] = []
