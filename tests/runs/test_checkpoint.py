@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.config.settings import LoraSettings
 from groupwise.errors import CheckpointError, StorageError
+from groupwise.models.lora import adapt
 from groupwise.runs import checkpoint
 from groupwise.runs.checkpoint import damage, latest, load, policy_folder, read_tensors, save, step_of
 from groupwise.utils import files
@@ -157,6 +160,17 @@ def test_c5_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.M
         save(tmp_path, 2, policy_writer=write_policy, state=some_state())
     assert caught.value.exit_code == 6
     assert latest(tmp_path) == first
+
+
+def test_a_full_disk_is_not_told_of_for_weights_that_an_adapter_leaves_out(
+    tmp_path: Path, tiny_policy: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = adapt(tiny_policy(), LoraSettings(rank=2, alpha=4.0), base="")
+    usage, whole = shutil.disk_usage(tmp_path), sum(parameter.nbytes for parameter in policy.model.parameters())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=checkpoint.HEADROOM + whole - 1))
+    job: Any = SimpleNamespace(policy=policy, tensors=dict)
+    checkpoint.Saver(tmp_path, job, keep=1).save(1, some_state())
+    assert latest(tmp_path) is not None
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])

@@ -113,7 +113,7 @@ def begin(folder: Path, step: int, needed: int) -> Path | None:
             if not damage(final):
                 return None
             files.remove(final)
-        needed = max(needed, _size_of_newest(root)) + HEADROOM
+        needed += HEADROOM
         free = shutil.disk_usage(root).free
         if free < needed:
             raise StorageError(
@@ -215,11 +215,6 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def _size_of_newest(root: Path) -> int:
-    existing = _candidates(root)
-    return sum(path.stat().st_size for path in existing[0].rglob("*") if path.is_file()) if existing else 0
-
-
 @contextmanager
 def _storage(root: Path) -> Iterator[None]:
     """Says in our words what the operating system says of a disk, and what is left."""
@@ -255,7 +250,8 @@ class Saver:
         if step == self._saved:
             return
         policy, tensors = self.job.policy, self.job.tensors()
-        weights = sum(parameter.nbytes for parameter in policy.model.parameters())
+        # Of an adapter what it was put on is not written.
+        weights = sum(one.nbytes for one in policy.model.parameters() if policy.adapter is None or one.requires_grad)
         if policy.sharded:
             self._begin(step, _encode(state), tensors, weights)
             return
