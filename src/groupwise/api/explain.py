@@ -60,7 +60,7 @@ class Pass:
     gradient: np.ndarray
     """Of the step's loss, with respect to each log-prob."""
     clipped: np.ndarray
-    """bool: rewards would push this token, but the surrogate lets nothing through."""
+    """bool: it has an advantage, and the surrogate cuts its gradient."""
     total: float
     """The step's loss: sum(weight x loss)."""
 
@@ -260,7 +260,6 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
         logp = [column.numpy() for column in logp_M.split([sample.weight.size for sample in samples])]
         recorded = RecordedLoss(algorithm, samples, logp)
         total, gradient_M = recorded.gradient()
-        _, push_M = RecordedLoss(replace(algorithm, beta=0.0), samples, logp).gradient()
         terms, weight_M = recorded.terms, recorded.column([sample.weight for sample in samples])
         reference_M = terms.reference_logp_M if algorithm.loss_beta else None
         kl_M = None if reference_M is None else algorithm.kl(logp_M, reference_M, logp_M - old_M)
@@ -271,7 +270,7 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
                 kl=None if kl_M is None else kl_M.numpy(),
                 loss=algorithm.loss(terms).numpy(),
                 gradient=gradient_M.numpy(),
-                clipped=((push_M == 0) & (terms.advantage_M * weight_M != 0)).numpy(),
+                clipped=(algorithm.cut(terms) & (weight_M != 0)).numpy(),
                 total=total,
             )
         )
