@@ -24,13 +24,12 @@ from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import DATASET, GroupSettings, is_online
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.runs.folder import origin_of
+from groupwise.runs.folder import run_of
 from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import RecordedLoss
 from groupwise.training.samples import weigh
-from groupwise.utils.files import expanded
-from groupwise.utils.spelling import counted, near_path
+from groupwise.utils.spelling import counted
 
 PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
 """What the policy that sampled gave to the first token, the second, ... of all completions; then again from the first."""
@@ -160,10 +159,7 @@ def work_of_run(
     was recorded, with its log-probs, what reference, critic and teacher said, and its advantages; of any other only the rewards are
     the run's.   Raises ConfigError, DataError.
     """
-    origin = origin_of(path)
-    if origin is None:
-        meant = near_path(expanded(path))
-        raise ConfigError(f"{path} is no run{meant}: groupwise explain --preset NAME works a made-up step through")
+    origin = run_of(path, "; groupwise explain --preset NAME works a made-up step through")
     demand_trust(origin, ("objective", "group"))
     recipe = origin.recipe
     if preset is None and not is_online(recipe.objective):

@@ -7,8 +7,6 @@ from typing import Any
 
 from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
-from groupwise.utils.files import expanded
-from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import escaped
 
 EXAMPLES = (
@@ -36,13 +34,11 @@ def run(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from groupwise.api.progress import make_console
-    from groupwise.runs.folder import origin_of
+    from groupwise.runs.folder import run_of
     from groupwise.runs.recorded import EVALUATIONS, steps, table
     from groupwise.runs.run_files import RunFiles
 
-    if (origin := origin_of(options.folder)) is None:
-        raise ConfigError(f"{options.folder} is no run{near_path(expanded(options.folder))}")
-    run = RunFiles(origin.folder)
+    run = RunFiles(run_of(options.folder).folder)
     known, _ = steps(run, EVALUATIONS)
     if not known:
         raise ConfigError(f"{options.folder} holds no evaluation: train on, or set eval.every or eval.at_start")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from groupwise.errors import ConfigError
 from groupwise.utils.terminal import escaped
 
 EXAMPLES = (
@@ -22,12 +21,10 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print, and seal."""
-    from groupwise.runs.folder import origin_of
+    from groupwise.runs.folder import run_of
     from groupwise.runs.trust import named_code, seal
 
-    origin = origin_of(options.folder)
-    if origin is None:
-        raise ConfigError(f"{options.folder} is no run: only what a recipe names needs trust")
+    origin = run_of(options.folder, "; only what a recipe names needs trust")
     for key, text in named_code(origin.recipe):
         print(escaped(f"{key}: {text}"))
     if not options.show:

@@ -43,6 +43,7 @@ from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted_command
+from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import logger
 
 log = logger("groupwise")
@@ -444,6 +445,13 @@ def origin_of(path: str | Path) -> Origin | None:
             return _read(shown)
     stages = sorted(place.glob(f"*/{METRICS}"), key=lambda log: log.stat().st_mtime) if place.is_dir() else []
     return _read(expanded(path) / stages[-1].parent.name) if stages and _is_run(stages[-1].parent) else None
+
+
+def run_of(path: str | Path, otherwise: str = "") -> Origin:
+    """`origin_of` what must be a run's.   otherwise: the end of the message where it is none.   Raises ConfigError, RunError."""
+    if (origin := origin_of(path)) is None:
+        raise ConfigError(f"{path} is no run folder{near_path(expanded(path))}: it has no {CONFIG}{otherwise}")
+    return origin
 
 
 def _is_run(folder: Path) -> bool:

@@ -21,24 +21,13 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.table import Algorithm
-from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
 from groupwise.records import Scored, Step
 from groupwise.rewards.compose import combine
 from groupwise.runs import checkpoint
-from groupwise.runs.folder import (
-    CONFIG,
-    ENVIRONMENT,
-    FINAL,
-    LARGEST_CONFIG,
-    REFERENCE,
-    Origin,
-    attempts_of,
-    check_reference,
-    environment,
-)
+from groupwise.runs.folder import ENVIRONMENT, FINAL, REFERENCE, attempts_of, check_reference, environment, overridden, run_of
 from groupwise.runs.job import Learner, make_learner
 from groupwise.runs.policies import blueprint_of, hold
 from groupwise.runs.prepared import algorithm_of, modelled
@@ -50,7 +39,7 @@ from groupwise.training.groups import COMPUTED, Collected, RecordedRollouts
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import train_online
 from groupwise.training.samples import minibatches, weigh
-from groupwise.utils.spelling import counted, near_path
+from groupwise.utils.spelling import counted
 
 Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token; empty where nothing was computed."""
@@ -216,9 +205,7 @@ class RecordedRun:
     @classmethod
     def of(cls, folder: Path, changes: Sequence[str] = ()) -> RecordedRun:
         """Raises ConfigError for what is no run, is not trusted, or cannot be replayed, and for changes of what was sampled."""
-        if not RunFiles(folder).has(CONFIG):
-            raise ConfigError(f"{folder} is no run folder{near_path(folder)}: it has no {CONFIG}")
-        text, where = RunFiles(folder).text(CONFIG, LARGEST_CONFIG), str(folder / CONFIG)
+        origin = run_of(folder)
         for change in changes:
             key = change.partition("=")[0].strip()
             weight = key.startswith("rewards.") and key.endswith(".weight")
@@ -228,8 +215,8 @@ class RecordedRun:
                     f"objective, rewards.N.weight, optimizer.* and group.* without "
                     f"{', '.join(key.partition('.')[2] for key in FIXED)}"
                 )
-        demand_trust(Origin(folder=folder, recipe=parse_recorded(text, where)), ("objective", "model", "group", "rollout"))
-        recipe = parse_recorded(text, where, changes)
+        demand_trust(origin, ("objective", "model", "group", "rollout"))
+        folder, recipe = origin.folder, overridden(origin, changes).recipe
         if not is_online(recipe.objective):
             raise ConfigError(f"replay is for runs that sample completions, not for {recipe.objective!r}")
         path = recipe.model.path
