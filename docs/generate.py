@@ -207,23 +207,19 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-OURS = re.compile(r"groupwise |--\w|`|\b[a-z_]+\.[a-z_]+\b|\bparallel\b|: seed$|same command|tokenizer=")
-"""What names a command, an option, a key or a file of ours."""
-
-
 def trl_table() -> str:
-    """TRL's arguments by what becomes of each; those with the same answer share a row, those without a remedy a paragraph."""
+    """TRL's arguments by what becomes of each: a list of those to omit; of the others those with the same answer share a row."""
     lines: list[str] = []
     for fate, title in FATES.items():
         rows: dict[tuple[str | None, str], list[str]] = {}
         for name, found in sorted(TABLE.items()):
             if found.fate == fate:
                 rows.setdefault((found.key, found.says), []).append(f"`{name}`")
-        plain = [key for key in rows if fate == "unneeded" and not OURS.search(key[1])]
         lines += ["", f"### {title[0].upper()}{title[1:]}", ""]
-        if plain:
-            names = sorted(name for key in plain for name in rows.pop(key))
-            lines += ["Leave these out; `groupwise config NAME` says why: " + ", ".join(names) + ".", ""]
+        if fate == "unneeded":
+            names = sorted(name for names in rows.values() for name in names)
+            lines += ["Omit these. `groupwise config NAME` prints the reason: " + ", ".join(names) + "."]
+            continue
         lines += ["| TRL | here |", "|---|---|"]
         for (key, says), names in rows.items():
             short_says = cell(says.replace(STEPS, "counts optimizer steps, ours rollouts"))

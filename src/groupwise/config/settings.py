@@ -82,17 +82,17 @@ class ScratchSettings:
     """A small model with random weights, for tasks that need no pretrained one."""
 
     family: Literal["llama", "qwen2", "qwen3", "qwen3_5", "gpt2", "gemma2", "mixtral"] = "llama"
-    """Architecture.  `qwen3_5` has attention in every fourth block and the last one, gated DeltaNets in the others."""
+    """Architecture.  `qwen3_5` has attention in every fourth block and in the last, gated DeltaNets in the others."""
     hidden: Positive = 128
     """Width of the residual stream."""
     layers: Positive = 2
     """Number of blocks."""
     heads: Positive = 4
-    """Attention heads; must divide `hidden`."""
+    """Attention heads, a divisor of `hidden`."""
     kv_heads: Positive | None = None
-    """Key-value heads; default: as many as `heads`."""
+    """Key-value heads; default: `heads`."""
     context: Positive = 512
-    """Longest sequence, prompt and completion together."""
+    """Longest sequence of prompt and completion."""
     tokenizer: str = "arithmetic"
     """`arithmetic` (characters), `bytes`, `bpe:N` (N tokens, trained on the stage's data), or a tokenizer folder."""
 
@@ -100,49 +100,48 @@ class ScratchSettings:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSettings:
     """Train a low-rank adapter (peft).  The frozen weights are the reference.  `final/` holds the merged model, `final/adapter/`
-    the adapter.  `{}` takes the defaults."""
+    the adapter.  `{}` uses the defaults."""
 
     rank: Positive = 16
     """Columns of the adapter's two factors."""
     alpha: Annotated[float, Gt(0.0)] = 32.0
     """The adapter's product is multiplied by `alpha / rank`."""
     targets: Annotated[str, MinLen(1)] | Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)] = "all-linear"
-    """`all-linear` (every linear layer but the output head), or a list of layer names."""
+    """`all-linear` (all linear layers except the output head), or a list of layer names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """The policy: where it comes from and in which precision it computes."""
+    """The policy: its source and its precision."""
 
     path: str | None = None
-    """A Hugging Face checkpoint folder, a hub name, a GGUF file, a packaged model (`groupwise get`), or `stage:NAME`: an earlier
-    stage's final model."""
+    """A Hugging Face checkpoint folder, a hub name, a GGUF file, a packaged model (`groupwise get`), or `stage:NAME`, the final
+    model of an earlier stage."""
     scratch: ScratchSettings | None = None
-    """Instead of `path`: start from random weights."""
+    """Instead of `path`: a model with random weights."""
     dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
     """`float32`; `autocast` (float32 master weights, bfloat16 products); `bfloat16` (bfloat16 weights, float32 optimizer state)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU if there is one."""
+    """`auto` uses a GPU if there is one."""
     attention: Literal["shared", "packed", "single"] = "shared"
-    """How a batch is computed: `shared` (packed, each prompt once per group), `packed` (prompts repeated), `single` (one sequence
-    per forward pass: for models that cannot be packed)."""
+    """`shared`: packed batches, each prompt once per group; `packed`: packed batches with repeated prompts; `single`: one
+    sequence per forward pass, for models that cannot be packed."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory.  An update takes 12 to 20% longer, with an adapter up to half as
-    long again."""
+    """Recompute activations in the backward pass to save memory.  An update takes 12 to 20% longer, with an adapter up to 50%."""
     lora: LoraSettings | None = None
     chat_template: str | None = None
-    """Replaces the tokenizer's chat template: a Jinja string or the path of a `.jinja` file."""
+    """A Jinja string or a `.jinja` file that replaces the tokenizer's chat template."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a checkpoint.  Never implied."""
+    """Run the Python code of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSettings:
-    """Where rows come from and how they become prompts."""
+    """Rows, and how they become prompts."""
 
     path: str | None = None
-    """A JSONL, JSON or Parquet file, or a hub name.  For pairs also `stage:NAME`: the best and the worst of every group of an
-    earlier stage, by its reward or by one reward function (`stage:NAME:FUNCTION`)."""
+    """A JSONL, JSON or Parquet file, or a hub name.  For pairs also `stage:NAME`: the best and the worst completion of every
+    group of an earlier stage, by its combined reward or by one reward function (`stage:NAME:FUNCTION`)."""
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
@@ -150,43 +149,44 @@ class DataSettings:
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Renames columns, ours: yours, e.g. `{prompt: question}`.  A row may lack columns that neither its prompt nor its answer
-    needs."""
+    """Renames columns: `{prompt: question}` reads the prompt from the column `question`.  A row may lack columns that its prompt
+    and its answer do not need."""
     system: str | None = None
-    """System message of chat prompts that bring none."""
+    """System message of chat prompts without one."""
     chat: bool = False
-    """Wrap string prompts as user messages and apply the chat template."""
+    """Make string prompts user messages and apply the chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, `{enable_thinking: false}`; a row's column of that name goes over them.  A variable that the
-    template does not mention is refused."""
+    """Variables of the chat template, `{enable_thinking: false}`.  A row's column of that name overrides them.  A variable that
+    the template does not use is refused."""
     template: str | None = None
-    """Python format string that makes the prompt from the row's columns, or `alpaca` for instruction/input rows."""
+    """Python format string that builds the prompt from the row's columns, or `alpaca` for instruction/input rows."""
     limit: Positive | None = None
     """Use only the first rows."""
     control_tokens: ControlTokens = "warn"
-    """What becomes of special tokens (`<|im_end|>`) that stand as text in a row's messages (but the assistant's), tools or
-    `chat_template_kwargs`: `warn` (encoded as tokens, counted, reported before training), `plain` (encoded as text), `drop` (the
-    row is skipped), `error`."""
+    """Special tokens (`<|im_end|>`) as text in a row's messages (except the assistant's), tools or `chat_template_kwargs`: `warn`
+    encodes them as tokens, counts and reports them; `plain` encodes them as text; `drop` skips the row; `error` refuses the
+    data."""
     max_prompt_tokens: Positive | None = None
-    """Longest prompt; default: the context less `rollout.max_new_tokens`."""
+    """Longest prompt; default: the context minus `rollout.max_new_tokens`."""
     max_tokens: Positive | None = None
-    """Longest row, prompt and completion together, of objectives that learn from data; default, and at most: the context."""
+    """Longest row (prompt and completion) of a data-set objective; default and maximum: the context."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
-    """What happens to longer prompts and rows.  They are counted.  `truncate_left` cuts the prompt's beginning."""
+    """Longer prompts and rows: `drop` skips them, `truncate_left` cuts the prompt's beginning, `error` refuses the data.  The
+    plan counts them."""
     retire: Count = 0
-    """Online objectives: remove a prompt after so many solved visits in a row (`verdict` gave 1 to every completion); 0: never.
-    When all prompts are removed, all return."""
+    """Online objectives: remove a prompt after this many consecutive solved groups (every completion right by `verdict`); 0:
+    never.  When all prompts are removed, all return."""
     curriculum: Fraction = 0.0
-    """Online objectives: skip a prompt in an epoch with this probability times the pass rate of its last group; 0: never."""
+    """Online objectives: skip a prompt in an epoch with this probability times the pass rate of its last group."""
     shuffle: bool = True
-    """Visit rows in a seeded random order, another one each epoch."""
+    """Visit rows in a new seeded random order each epoch."""
     eval_path: str | None = None
-    """A file or hub name of held-out rows."""
+    """File or hub name of held-out rows."""
     eval_split: str = "test"
     """Split of a hub data set for evaluation."""
     eval_fraction: Share | Mapping[str, Share] = 0.0
-    """Hold out this share of `path` by a hash of the prompt: the same rows for every seed.  `{test: 0.2, validation: 0.1}` holds
-    out two parts: evaluations while training use `validation`, those at the end `test`."""
+    """Hold out this share of `path` by a hash of the prompt.  `{test: 0.2, validation: 0.1}` holds out two parts: evaluations
+    during training use `validation`, at the end `test`."""
     eval_limit: Positive | None = None
     """Evaluate on the first rows only."""
     train_on: Literal["completion", "all"] = "completion"
@@ -216,8 +216,8 @@ class RewardSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     timeout: Annotated[float, Gt(0.0)] | None = None
-    """Seconds after which a call is stopped and counts as None; if more than a tenth of the calls are, the run ends.  null: a call
-    that takes more than ten minutes, or 10 s per completion if that is more, ends the run."""
+    """Seconds after which a call is stopped and counts as None.  If more than a tenth of the calls are stopped, the run ends.
+    null: a call of more than ten minutes, or 10 s per completion if that is more, ends the run."""
 
 
 VERDICTS = tuple(name for name, module in REWARDS.items() if module == "accuracy")
@@ -264,22 +264,22 @@ def engine_traits(name: str) -> EngineTraits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """Who samples.  A name alone (`engine: vllm`) means `{name: vllm}`."""
+    """The sampler.  `engine: vllm` is short for `{name: vllm}`."""
 
     name: Annotated[str, MinLen(1)] = "native"
-    """`native` (in-process, on the training weights), `transformers` (`generate`: slow, the reference), `vllm` (a server that the
-    run starts), or `file.py:function`, which makes your own engine."""
+    """`native` (in the trainer's process), `transformers` (`generate`, slow), `vllm` (a server that the run starts), or
+    `file.py:function`, which makes your own engine."""
     servers: tuple[str, ...] = ()
     """vllm: addresses of running servers, e.g. `[http://127.0.0.1:8000]`."""
     colocated: bool = False
-    """vllm: in the trainer's process, in turn with training; both need one environment."""
+    """vllm: sample in the trainer's process, in turn with training.  Needs vLLM in the same environment."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """vllm: precision of a server that the run starts; default: that of the policy's products."""
+    """vllm: dtype of a server that the run starts; default: the dtype of the policy's products."""
     ahead: Count = 0
-    """Steps by which sampling is ahead of training; the weights that sample are up to so many steps old.  vllm samples while the
-    trainer trains.  Other engines sample before each step, which saves no time."""
+    """Steps by which sampling is ahead of training: sampled tokens are at most this many steps old. vllm samples while the
+    trainer trains.  Other engines sample before each step and save no time."""
     correct: Correction | None = field(default_factory=Correction)
-    """Importance weights `exp(trainer's log-prob - sampler's)` for completions that vLLM or older weights sampled.  null: none."""
+    """Importance weights `exp(trainer's log-prob - sampler's)` for completions of vLLM or older weights. null: none."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of an engine of your own."""
 
@@ -290,11 +290,11 @@ class RolloutSettings:
 
     engine: EngineSettings = field(default_factory=EngineSettings)
     temperature: Annotated[float, Ge(0.01)] = 1.0
-    """Logits are divided by it, when sampling and when scoring."""
+    """Divisor of the logits in sampling and scoring."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
-    """Keep the smallest set of most likely tokens that holds this probability."""
+    """Keep the smallest set of most likely tokens with at least this total probability."""
     min_p: Fraction = 0.0
     """Keep tokens at least this fraction as likely as the most likely one."""
     max_new_tokens: Positive = 256
@@ -302,58 +302,58 @@ class RolloutSettings:
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     max_rows: Positive = 256
-    """Completions decoded at the same time; finished ones make room for waiting ones."""
+    """Completions decoded at the same time."""
     keep_special_tokens: bool = False
     """Show special tokens to the reward functions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentSettings:
-    """Who answers the policy: tools, an environment, a procedural data set.  With tools or an environment a completion is a
-    conversation through the chat template; `rollout.max_new_tokens` bounds all its turns and answers together."""
+    """Tools, an environment, or a procedural data set.  With tools or an environment a completion is a conversation;
+    `rollout.max_new_tokens` limits all its turns and answers together."""
 
     tools: tuple[str, ...] = ()
-    """Functions that the policy may call, plain or `async`: `file.py:function` or `module:function`, with type hints and a
-    docstring whose `Args:` describe every parameter."""
+    """Functions that the policy can call, plain or `async`: `file.py:function` or `module:function`, with type hints and a
+    docstring that describes every parameter under `Args:`."""
     factory: str | Mapping[str, str] | None = None
-    """Makes an environment per episode: `file.py:Class` or `module:Class`, in TRL's form (`reset(**row)`, public methods are tools,
-    perhaps `get_reward()`) or with `reset` and `step(text) -> (observation, reward, done)`.  Of a mapping of names to classes the
-    row's column `environment` selects."""
+    """Makes an environment per episode: `file.py:Class` or `module:Class`, in TRL's form (`reset(**row)`, public methods as
+    tools, optional `get_reward()`) or with `reset` and `step(text) -> (observation, reward, done)`.  With a mapping of names to
+    classes the row's column `environment` selects one."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, or of the procedural data set."""
     interface: Literal["tools", "step"] | None = None
-    """How the policy acts: by calling the environment's methods, or by what it writes.  null: `step` if there is a method
-    `step`."""
+    """`tools`: the policy calls the environment's methods; `step`: the policy's text goes to `step`. null: `step` if the
+    environment has that method."""
     reasoning_gym: str | None = None
-    """Instead of `data` and `rewards`: a Reasoning Gym data set (`chain_sum`), with its scorer."""
+    """Instead of `data` and `rewards`: a Reasoning Gym data set (`chain_sum`) with its scorer."""
     openenv: str | None = None
     """Instead of a factory: the address of an OpenEnv server, `ws://host:port`; `args` may name `field` and `seconds`."""
     harness: str | Annotated[tuple[str, ...], MinLen(1)] | None = None
-    """Drives the episodes against the run's endpoint: a function of `base_url` and `row` that returns the reward
-    (`file.py:function` or `module:function`), a program with its arguments, or `outside`: processes that fetch episodes."""
+    """Runs an episode with the run's endpoint: a function of `base_url` and `row` that returns the reward (`file.py:function` or
+    `module:function`), a program with its arguments, or `outside`: processes that fetch episodes."""
     verifiers: str | None = None
     """Instead of `data` and `rewards`: an installed taskset of verifiers by name; `args` is its `[env]`."""
     listen: str = "127.0.0.1:0"
-    """Where the endpoint for harnesses listens; port 0 is any.  Beyond the loopback the environment variable GROUPWISE_TOKEN is
-    needed, which requests must bring."""
+    """Address of the endpoint for harnesses; port 0 is any free port.  Other addresses than the loopback need the environment
+    variable GROUPWISE_TOKEN, which requests must send."""
     at_once: Positive = 64
     """Harnesses that run at the same time."""
     max_turns: Positive = 16
     """Turns of the policy in an episode."""
     tool_timeout: Annotated[float, Gt(0.0)] = 30.0
-    """Seconds of one tool call, or of one `reset` or `step`."""
+    """Seconds of a tool call, `reset` or `step`."""
     episode_timeout: Annotated[float, Gt(0.0)] = 600.0
-    """Seconds of an episode, sampling included; of a harness without its waiting for turns."""
+    """Seconds of an episode, with sampling; for a harness without sampling."""
     max_observation_tokens: Positive = 1024
-    """Longest answer to a turn, in tokens; a longer one is cut, and says so."""
+    """Longest answer to a turn, in tokens; longer ones are cut with a note."""
     max_observation_bytes: Positive = 32768
     """The same in bytes of UTF-8."""
     past: Literal["keep", "split"] = "keep"
-    """If the chat template rewrites earlier turns (drops reasoning): `keep` continues behind what was sampled; `split` continues
-    behind what the template writes, as at inference, and trains each part behind what it was sampled from."""
+    """If the chat template rewrites earlier turns (drops reasoning): `keep` continues after the sampled tokens; `split` continues
+    after the template's version, as at inference, and trains each part with the context that it was sampled from."""
     runs: Literal["process", "thread"] | None = None
-    """Where tools and environments run: `process` (workers, which can be killed) or `thread` (of the trainer: quicker to call,
-    cannot be killed).  null: `process` for names, `thread` for objects."""
+    """Tools and environments run in a worker `process`, which can be killed, or in a `thread` of the trainer, which is faster to
+    call. null: `process` for names, `thread` for objects."""
 
     @property
     def talks(self) -> bool:
@@ -374,15 +374,15 @@ class GroupSettings:
     """
 
     prompts_per_step: Positive = 16
-    """Prompts whose completions make one rollout."""
+    """Prompts of one rollout."""
     group_size: Siblings = 8
     """Completions per prompt (G)."""
     updates_per_rollout: Positive = 1
     """Passes over each rollout (mu in the paper)."""
     minibatches: Positive = 1
-    """Optimizer steps per pass: the prompts are cut into this many parts."""
+    """Optimizer steps per pass, each with an equal part of the prompts."""
     beta: Annotated[float, Ge(0.0)] | None = None
-    """Weight of the KL to the reference; 0: no reference is loaded.  Default: the preset's (0 for most)."""
+    """Weight of the KL to the reference; 0 needs no reference.  Default: the preset's (0 for most)."""
     kl: Literal["k1", "k2", "k3", "k3_ratio"] | None = None
     """KL estimator in the loss.  Default: the preset's (k3)."""
     credit: Part | None = None
@@ -390,38 +390,38 @@ class GroupSettings:
     ratio: Part | None = None
     """Level of the importance ratio.  Default: the preset's."""
     surrogate: Part | None = None
-    """Per-token policy loss.  Default: the preset's."""
+    """Policy loss per token.  Default: the preset's."""
     weights: Part | None = None
     """Normalisation.  Default: the preset's."""
     divergence: Part | None = None
-    """Distance of the policy's next token from the teacher's, added to the loss: jsd (`beta` 0: KL(teacher || policy), 1, the
-    default: KL(policy || teacher), and between; `top_k`: over the policy's likeliest tokens and one for the rest).  Default: the
-    preset's, if it has one."""
+    """Distance between the next-token distributions of policy and teacher, added to the loss. jsd with `beta` 0 is KL(teacher ||
+    policy), with 1, the default, KL(policy || teacher).  `top_k` uses the policy's most likely tokens and one bucket for the
+    rest.  Default: the preset's, if it has one."""
     mix: Share | None = None
-    """Share of the teacher in the distribution that is sampled from.  Default: the preset's (0 for most)."""
+    """Share of the teacher in the sampling distribution.  Default: the preset's (0 for most)."""
     dead_groups: Literal["exact", "drop", "refill"] | None = None
-    """Groups without reward differences: `exact` (skipped, counted in the denominators), `drop` (not counted), `refill` (replaced
-    by further prompts until the step is full).  Default: the preset's."""
+    """Groups with equal rewards: `exact` (counted in the denominators), `drop` (not counted), `refill` (replaced by groups of
+    other prompts).  Default: the preset's."""
     filter: Part | None = None
-    """Which groups `dead_groups: refill` keeps: your `file.py:function`, from a scored group to true or false.  Default: those
-    whose rewards differ."""
+    """Your `file.py:function` that selects the groups that `dead_groups: refill` keeps: it takes a scored group and returns true
+    or false.  Default: groups with different rewards."""
     max_refills: Positive = 4
-    """`refill` gives up after this many times `prompts_per_step` further prompts."""
+    """`refill` stops after this many times `prompts_per_step` additional prompts."""
     truncated: Literal["keep", "mask"] | None = None
-    """Completions that hit the length limit: trained, or left out of the loss.  Default: the preset's."""
+    """Train truncated completions, or mask them in the loss.  Default: the preset's."""
     entropy_bonus: float = 0.0
-    """Coefficient of the mean token entropy, subtracted from the loss; with `entropy_target` the most that it may become."""
+    """Coefficient of the mean token entropy, subtracted from the loss; with `entropy_target` its maximum."""
     entropy_target: Annotated[float, Gt(0.0)] | None = None
-    """Adaptive bonus (2505.22312): at an optimizer step whose sampled entropy is at most this many nats, the coefficient (0 at
-    first) rises by `entropy_step` and is applied; at any other it falls by it and is not."""
+    """Adaptive entropy bonus (2505.22312), in nats.  If the sampled entropy of an optimizer step is at or below it, the
+    coefficient (0 at first) rises by `entropy_step` and is applied.  Otherwise it falls by `entropy_step` and is not applied."""
     entropy_step: Annotated[float, Gt(0.0)] = 0.005
-    """How far that coefficient moves."""
+    """Change of that coefficient per optimizer step."""
     entropy_quantile: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
     """Train only tokens whose entropy is at or above this quantile (2506.01939 uses 0.8)."""
     off_policy_delta: Annotated[float, Gt(0.0)] | None = None
-    """Drop completions with negative advantage whose mean log-ratio to the sampler exceeds it (nats; 2512.02556)."""
+    """Drop completions with negative advantage if their mean log-ratio to the sampler exceeds this many nats (2512.02556)."""
     reference_refresh: Count = 0
-    """Steps after which the reference moves to the policy, again and again; 0: never."""
+    """Move the reference to the policy every this many steps; 0: never."""
     reference_mix: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
     """Share of the policy in a refreshed reference (TR-DPO's alpha)."""
 
@@ -431,22 +431,22 @@ class CriticSettings:
     """The value function of `ppo`, or of any other preset with `group.credit: gae`."""
 
     path: str | None = None
-    """A separate backbone: a checkpoint, a reward model (its head is continued), or `stage:NAME`.  null: a new head on the policy's
-    backbone, which learns from both losses."""
+    """A separate backbone: a checkpoint, a reward model (with its head), or `stage:NAME`. null: a new head on the policy's
+    backbone, which both losses train."""
     lr: Annotated[float, Gt(0.0), Lt(1.0)] | None = None
-    """Peak learning rate; all else is as in `optimizer`.  Default: 5e-3 for a new head on the policy, 1e-5 for a separate
-    backbone."""
+    """Peak learning rate.  Other settings are those of `optimizer`.  Default: 5e-3 for a new head on the policy, 1e-5 for a
+    separate backbone."""
     coefficient: Annotated[float, Gt(0.0)] = 0.1
     """Weight of the value loss."""
     clip: Annotated[float, Gt(0.0)] | None = 0.2
-    """How far a value may move from what it was when the rollout was scored; null: any distance."""
+    """Largest change of a value from its value when the rollout was scored; null: no limit."""
     pretrain: Count = 0
-    """First steps, in which only the critic is trained."""
+    """First steps that train only the critic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemonstrationSettings:
-    """Demonstrations that are mixed into every optimizer step, with the columns of `data`."""
+    """Demonstrations in every optimizer step, with the columns of `data`."""
 
     path: str
     """A JSONL, JSON or Parquet file, or a hub name."""
@@ -455,37 +455,37 @@ class DemonstrationSettings:
     lm: Annotated[float, Ge(0.0)] = 1.0
     """Weight of their language-model loss."""
     divergence: Annotated[float, Ge(0.0)] = 0.0
-    """Weight of the distance from the teacher on them."""
+    """Weight of their distance from the teacher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherSettings:
-    """Who teaches (`distill`, `distill_sampled`, `minillm`, or any other preset with `group.divergence`)."""
+    """The teacher of `distill`, `distill_sampled`, `minillm`, or any other preset with `group.divergence`."""
 
     path: str | None = None
-    """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy itself, as it was before its first step."""
+    """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy before its first step."""
     servers: tuple[str, ...] = ()
-    """Instead of a checkpoint: `http://host:port` of vLLM servers of a model with the policy's vocabulary.  They give log-probs of
-    the drawn tokens, at temperature 1, which is enough for distill_sampled."""
+    """Instead of `path`: `http://host:port` of vLLM servers of a model with the policy's vocabulary.  They return log-probs of
+    sampled tokens at temperature 1, which is enough for distill_sampled."""
     ema: Fraction = 0.0
-    """If the policy teaches itself: share of the policy that moves into the teacher after every step; 1: the teacher is the
+    """If the policy is its own teacher: the policy's share in the teacher's update after every step; 1: the teacher is the
     policy."""
     hint: str | None = None
-    """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`, or
-    a text for all rows.  A row without one of the columns gets no hint."""
+    """Text before the prompt for the teacher only: a Python format string over the row's columns, e.g. `Answer: {answer}\n`, or
+    one text for all rows.  A row without one of the columns gets no hint."""
     demonstrations: DemonstrationSettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """AdamW, its schedule, and how a step is cut into micro-batches."""
+    """AdamW, its schedule, and the size of micro-batches."""
 
     lr: Annotated[float, Gt(0.0), Lt(1.0)] = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up."""
+    """Learning rate after the warm-up."""
     min_lr_ratio: Fraction = 0.0
-    """Where linear and cosine end, as a share of `lr`."""
+    """Last learning rate of linear and cosine, as a share of `lr`."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
     betas: tuple[Annotated[float, Ge(0.0), Lt(1.0)], Annotated[float, Ge(0.0), Lt(1.0)]] = (0.9, 0.999)
@@ -493,26 +493,26 @@ class OptimizerSettings:
     eps: Annotated[float, Gt(0.0)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: Annotated[float, Ge(0.0)] = 0.0
-    """Decoupled weight decay of matrices; vectors are not decayed."""
+    """Decoupled weight decay, of matrices only."""
     clip_norm: Annotated[float, Gt(0.0)] | None = 1.0
-    """Gradient norm above which the gradient is scaled down; null: never."""
+    """Largest gradient norm; null: no clipping."""
     tokens_per_microbatch: Positive | None = None
-    """Packed positions per forward and backward pass.  It changes memory and speed, never the update.  null: from the model's size,
-    so that activations stay in proportion to weights, gradients and moments (see the plan)."""
+    """Packed positions per forward and backward pass.  It changes memory and speed, not the update. null: in proportion to the
+    model's size (see the plan)."""
     max_nonfinite_steps: Positive = 5
-    """Steps in a row with a loss or gradient that is not finite, each skipped, after which the run stops."""
+    """The run stops after this many consecutive skipped steps, whose loss or gradient is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSettings:
-    """Evaluation on held-out prompts, inside and outside training."""
+    """Evaluation on held-out prompts."""
 
     every: Count = 0
-    """Evaluate every this many steps; 0: only before the first and after the last."""
+    """Evaluate every this many steps; 0: only before the first and after the last step."""
     at_start: bool = True
     """Evaluate before the first step."""
     prompts: Positive | None = None
-    """Use the first held-out prompts only while training; default: all."""
+    """Number of held-out prompts during training; default: all."""
     k: Siblings = 8
     """Sampled completions per prompt, for pass@k and sampled accuracy."""
     temperature: Annotated[float, Gt(0.0)] = 1.0
@@ -528,15 +528,14 @@ class SaveSettings:
     """Checkpoints and the log."""
 
     every: Count = 50
-    """Checkpoint every this many steps, and after the last; 0: only after the last."""
+    """Checkpoint every this many steps and after the last; 0: only after the last."""
     keep: Annotated[int, Ge(2)] = 2
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     rollouts_every: Count = 1
-    """Write every group of every this many steps to `rollouts/`; 0: never."""
+    """Record the completions of every this many steps in `rollouts/`; 0: never."""
     report_to: tuple[BoardName, ...] = ()
-    """Dashboards that get the metrics and, if they have tables, the group of each recorded step whose rewards differ most:
-    TensorBoard, Weights & Biases, MLflow, Trackio.  Project and server come from their environment variables (WANDB_PROJECT,
-    MLFLOW_TRACKING_URI ...).  metrics.jsonl is always written."""
+    """Dashboards: TensorBoard, Weights & Biases, MLflow, Trackio.  They read project and server from their environment variables
+    (WANDB_PROJECT, MLFLOW_TRACKING_URI ...). metrics.jsonl is always written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -548,7 +547,7 @@ class ReplaySettings:
     task: str | None = None
     """Instead of `path`: a task that has pairs: `preferences`, or your own."""
     share: Annotated[float, Gt(0.0), Lt(1.0)] = 0.1
-    """Share of older pairs in all that are trained."""
+    """Share of older pairs in training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -556,8 +555,7 @@ class RewardModelSettings:
     """`objective: reward`: a Bradley-Terry reward model from pairs."""
 
     pooling: Literal["last", "mean", "sum"] = "last"
-    """The score is read at the completion's last token, or is the mean over its tokens, or their sum divided by 32, in which a word
-    counts as much in a long answer as in a short one."""
+    """The score of a completion: the number at its last token, the mean over its tokens, or their sum divided by 32."""
     centering: Annotated[float, Ge(0.0)] = 0.0
     """Coefficient of (score_chosen + score_rejected)^2."""
     lm_coefficient: Annotated[float, Ge(0.0)] = 0.0
@@ -570,23 +568,23 @@ class PairSettings:
     """`objective: dpo`: policy against reference on pairs."""
 
     beta: Annotated[float, Gt(0.0)] = 0.1
-    """Strength of the tie to the reference."""
+    """Weight of the KL to the reference (beta of DPO)."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """DPO's logistic loss, or IPO's squared one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSettings:
-    """What each of several processes holds (`--nproc`, torchrun).  It does not change what is learnt.  A name alone
-    (`parallel: zero3`) means `{name: zero3}`."""
+    """What each of several processes holds (`--nproc`, torchrun).  It does not change the updates.  `parallel: zero3` is short
+    for `{name: zero3}`."""
 
     name: Literal["auto", "ddp", "zero2", "zero3"] = "auto"
-    """`ddp`: everything; `zero3`: a part of weights, gradients and optimizer state (FSDP2); `zero2`: the same, but weights stay
+    """`ddp`: everything; `zero3`: a part of weights, gradients and optimizer state (FSDP2); `zero2`: the same, with weights
     gathered from forward to backward; `auto`: `zero3` from a billion parameters on, else `ddp`."""
     shards: Annotated[int, Ge(2)] | None = None
     """Processes that share one copy (HSDP); default: all of them."""
     offload: bool = False
-    """The parts live in host memory."""
+    """Keep the parts in host memory."""
 
 
 BY_NAME = (EngineSettings, ParallelSettings)
@@ -595,7 +593,7 @@ BY_NAME = (EngineSettings, ParallelSettings)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """One run: an objective, a model, data, and how long."""
+    """One run: objective, model, data and length."""
 
     objective: Annotated[str, MinLen(1)]
     """A loss on data (`prm`: a process reward model), an online algorithm, or `file.py:NAME`, your own `Algorithm`."""
@@ -604,10 +602,9 @@ class Recipe:
     runs: str = "runs"
     """Folder of run folders."""
     seed: Seed = 0
-    """Of weights from scratch, data order and sampling."""
+    """Seed of random weights, data order and sampling."""
     threads: Annotated[int, Gt(0), Le(1024)] | None = None
-    """CPU threads of torch; default: OMP_NUM_THREADS, else one for a model of less than a million parameters, else torch's
-    choice."""
+    """CPU threads of torch; default: OMP_NUM_THREADS, else one below a million parameters, else torch's default."""
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     steps: Positive | None = None
     """Optimizer steps for data-set objectives, rollouts for online ones."""
@@ -619,8 +616,8 @@ class Recipe:
     data: DataSettings = field(default_factory=DataSettings)
     rewards: tuple[RewardSettings, ...] = ()
     verdict: str | None = None
-    """Name of the reward whose 1 says that a completion is right, for accuracies, pass@k, solved groups and `data.retire`.
-    Default: the first built-in accuracy, exact or number.  Without one, evaluations report rewards alone."""
+    """Name of the reward that is 1 for right completions, for accuracies, pass@k, solved groups and `data.retire`.  Default: the
+    first accuracy, exact or number.  Without one, evaluations report only rewards."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     group: GroupSettings = field(default_factory=GroupSettings)
