@@ -95,6 +95,17 @@ def test_without_a_model_the_loss_and_its_gradient_are_the_runs(run: Path) -> No
 
 
 @pytest.mark.slow
+def test_of_several_passes_the_last_one_is_replayed(tmp_path: Path) -> None:
+    """What was recorded of a token's gradient is of the last update."""
+    replayed = replay(recorded(tmp_path, "passes", **CASES["passes"], steps=1), 1, model=False)
+    then, now = replayed.recorded.columns["gradient"], replayed.again.column("gradient")
+    pairs = [(one, np.abs(other)) for group in zip(then, now, strict=True) for one, other in zip(*group, strict=True) if one.size]
+    assert sum(column.sum() for column, _ in pairs) > 0.1
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.slow
 def test_a_loss_with_an_entropy_bonus_has_its_closed_form_by_the_recorded_entropies(tmp_path: Path) -> None:
     replayed = replay(recorded(tmp_path, "bonus", **CASES["bonus"]), 1, model=False)
     assert replayed.again.without is None
@@ -153,7 +164,7 @@ def test_what_a_change_does_to_every_token(run: Path) -> None:
     assert pushed > 0
     assert flips["pushed the other way"] == pushed, "rewards of the opposite sign push everything the other way"
     assert sum(flips.values()) == sum(len(r) for g in replayed.recorded.groups for r in g.rollouts)
-    assert compared(replayed.again, replayed.changed).keys() == {"mean |advantage|", "loss, first pass", "sum of |dLoss/dlog-prob|"}
+    assert compared(replayed.again, replayed.changed).keys() == {"mean |advantage|", "loss, last pass", "sum of |dLoss/dlog-prob|"}
 
 
 def test_numbers_that_were_altered_are_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

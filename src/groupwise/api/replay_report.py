@@ -83,7 +83,7 @@ def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[floa
     """What both make of the completions, by name: loss and gradient, and where there was a model the metrics that differ."""
     figures = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
     if again.parts and changed.parts:
-        figures["loss, first pass"] = (again.loss, changed.loss)
+        figures["loss, last pass"] = (again.loss, changed.loss)
         figures["sum of |dLoss/dlog-prob|"] = (sum(again.gradient), sum(changed.gradient))
     if again.step is not None and changed.step is not None:
         one, other = again.step.metrics, changed.step.metrics
@@ -94,9 +94,9 @@ def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[floa
     return figures
 
 
-def pushes(again: ReplayedStep, changed: ReplayedStep, *, last: bool = False) -> dict[str, int]:
-    """How many tokens both push the same way, the other way, or only one of them.   last: in the last pass, if it is known."""
-    both = [[column for row in _gradients(step, last=last) for column in row] for step in (again, changed)]
+def pushes(again: ReplayedStep, changed: ReplayedStep) -> dict[str, int]:
+    """How many tokens both push the same way, the other way, or only one of them."""
+    both = [[column for row in _gradients(step) for column in row] for step in (again, changed)]
     one, other = (np.concatenate([np.zeros(0), *columns]) for columns in both)
     return {
         "pushed the same way": int(((one != 0) & (np.sign(one) == np.sign(other))).sum()),
@@ -107,13 +107,13 @@ def pushes(again: ReplayedStep, changed: ReplayedStep, *, last: bool = False) ->
     }
 
 
-def _gradients(outcome: ReplayedStep, *, last: bool) -> list[list[np.ndarray]]:
+def _gradients(outcome: ReplayedStep) -> list[list[np.ndarray]]:
     """Of each group and completion: dLoss/dlog-prob of its tokens, 0 at those of completions that were not trained."""
 
     def whole(column: np.ndarray, rollout: Rollout) -> np.ndarray:
         return column if column.size else np.zeros(len(rollout))
 
-    rows = zip(outcome.column("gradient", last=last), outcome.groups, strict=True)
+    rows = zip(outcome.column("gradient"), outcome.groups, strict=True)
     return [[whole(*pair) for pair in zip(row, group.rollouts, strict=True)] for row, group in rows]
 
 
@@ -160,15 +160,14 @@ def as_dict(replayed: Replay) -> dict[str, Any]:
         "figures": figures,
         "recorded": _outcome(again),
         "changed": None if changed is None else _outcome(changed),
-        "pushes": pushes(again, changed, last=True) if changed is not None and changed.parts and again.parts else None,
-        "pass": "last" if again.last else "first",
+        "pushes": pushes(again, changed) if changed is not None and changed.parts and again.parts else None,
         "mismatch": replayed.mismatch,
         "notes": replayed.notes,
     }
 
 
 def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
-    """Of each group and completion: dLoss/dlog-prob of its tokens in the last pass, recorded and changed; null if there is none.
+    """Of each group and completion: dLoss/dlog-prob of its tokens, recorded and changed; null if there is none.
 
     0 at the tokens of completions that were not trained.
     """
@@ -176,7 +175,7 @@ def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
     def columns(outcome: ReplayedStep | None) -> list[list[list[float] | None]]:
         if outcome is None or not outcome.parts:
             return [[None] * len(group.rollouts) for group in replayed.recorded.groups]
-        return [[[float(f"{value:.6g}") for value in column] for column in row] for row in _gradients(outcome, last=True)]
+        return [[[float(f"{value:.6g}") for value in column] for column in row] for row in _gradients(outcome)]
 
     both = zip(replayed.recorded.groups, columns(replayed.again), columns(replayed.changed), strict=True)
     return [

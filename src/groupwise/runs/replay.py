@@ -87,9 +87,8 @@ class ReplayedStep:
     groups: Sequence[Scored]
     advantages: Columns
     parts: list[ClosedForm]
-    """The optimizer steps of the first pass; none if `without` says why."""
-    last: list[ClosedForm]
-    """Those of the last pass, by the log-probs that its updates saw; empty where there was but one, or they were not recorded."""
+    """The optimizer steps of the last pass, by the log-probs that its updates saw, or of the first where the loss reads entropies,
+    which are recorded of that one; none if `without` says why."""
     without: str | None
     step: Step | None
     """What the training loop yielded; None without a model."""
@@ -98,18 +97,18 @@ class ReplayedStep:
 
     @property
     def loss(self) -> float:
-        """Mean over the optimizer steps of the first pass."""
+        """Mean over the optimizer steps of the pass."""
         return float(np.mean([part.loss for part in self.parts])) if self.parts else math.nan
 
-    def column(self, name: str, *, last: bool = False) -> Columns:
-        """`gradient` or `ratio` of the first pass, in the order of the groups.   last: of the last pass, if it is known."""
-        merged = {key: values for part in (last and self.last) or self.parts for key, values in getattr(part, name).items()}
+    def column(self, name: str) -> Columns:
+        """`gradient` or `ratio`, in the order of the groups."""
+        merged = {key: values for part in self.parts for key, values in getattr(part, name).items()}
         nothing = np.zeros(0)
         return [[merged.get((group.prompt.id, one.index), nothing) for one in group.rollouts] for group in self.groups]
 
     @property
     def gradient(self) -> list[float]:
-        """Sum of |dLoss / dlog-prob| over the tokens of each group, first pass."""
+        """Sum of |dLoss / dlog-prob| over the tokens of each group."""
         return [float(sum(np.abs(column).sum() for column in group)) for group in self.column("gradient")]
 
 
@@ -346,12 +345,11 @@ def _computed(run: RecordedRun, recorded: Step, begun: int | None, was: Recorded
     steps = [
         weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm) for part in minibatches(groups, run.recipe.group)
     ]
-    first, last = _by_name(groups, seen.current_logp), _by_name(groups, seen.columns.get("last_logp", ()))
-    entropy = _by_name(groups, seen.columns.get("entropy", ()))  # at the first pass
-    parts, last_parts, without = [], [], None
+    last = () if algorithm.needs_entropy else seen.columns.get("last_logp", ())
+    logp, entropy = (_by_name(groups, columns) for columns in (last or seen.current_logp, seen.columns.get("entropy", ())))
+    parts, without = [], None
     try:
-        parts = [closed_form(algorithm, samples, first, entropy or None) for samples in steps]
-        last_parts = [closed_form(algorithm, samples, last) for samples in steps] if last and not algorithm.needs_entropy else []
+        parts = [closed_form(algorithm, samples, logp, entropy or None) for samples in steps]
     except DataError as error:
         without = str(error)
     return ReplayedStep(
@@ -359,7 +357,6 @@ def _computed(run: RecordedRun, recorded: Step, begun: int | None, was: Recorded
         groups=groups,
         advantages=advantages,
         parts=parts,
-        last=last_parts,
         without=without,
         step=step,
         learner=learner,
