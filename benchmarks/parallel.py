@@ -35,7 +35,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     import torch
     from _ours import load, optimizer_settings
 
-    from groupwise.config.settings import RolloutSettings
+    from groupwise.config.settings import ParallelSettings, RolloutSettings
     from groupwise.distributed import comm, fsdp
     from groupwise.models.shape import Shape
     from groupwise.models.sharded import shard
@@ -49,9 +49,9 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     policy = load(work, folder)
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     shape = Shape.of(policy.model.config.to_dict(), parameters, dtype="float32")
-    sharding = fsdp.ShardingConfig(mode).decided(parameters, here.size)
-    if here.size > 1 and sharding.sharded:
-        policy = shard(policy, sharding, policy.device)
+    parallel = fsdp.decided(ParallelSettings(name=mode), parameters, here.size)
+    if here.size > 1 and parallel.name != "ddp":
+        policy = shard(policy, parallel, policy.device)
     rows = work.prompts * work.group
     engine = scheduled(make_engine(policy, RolloutSettings(max_rows=rows)), work)
     loop = run(work, policy, engine, Optimizer(policy.model, optimizer_settings(work), 10**6), here.size)

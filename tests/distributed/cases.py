@@ -95,15 +95,15 @@ def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> P
     return make_policy(model, tokenizer, ModelSettings(dtype=precision, attention=attention))  # type: ignore[arg-type]
 
 
-def sharding_of(mode: str | dict[str, Any]) -> fsdp.ShardingConfig:
+def parallel_of(mode: str | dict[str, Any]) -> ParallelSettings:
     """A name of `parallel`, or its keys."""
-    return fsdp.ShardingConfig(**({"name": mode} if isinstance(mode, str) else mode))
+    return ParallelSettings(**({"name": mode} if isinstance(mode, str) else mode))
 
 
 def spread(policy: Policy, mode: str | dict[str, Any]) -> Policy:
     """The policy as these processes hold it."""
-    found = sharding_of(mode).decided(0, comm.world().size)
-    return shard(policy, found, policy.device) if found.sharded and comm.world().size > 1 else policy
+    parallel = fsdp.decided(parallel_of(mode), 0, comm.world().size)
+    return shard(policy, parallel, policy.device) if parallel.name != "ddp" and comm.world().size > 1 else policy
 
 
 def prompts(count: int = 13) -> list[Prompt]:
@@ -312,8 +312,7 @@ def loaded(folder: str, mode: Any, scorer: bool = False) -> dict[str, Any]:
         return found
 
     CheckpointReader.rows = counted  # type: ignore[method-assign]
-    parallel = ParallelSettings(**mode) if isinstance(mode, dict) else ParallelSettings(name=mode)
-    recipe = Recipe(objective="reward" if scorer else "grpo", model=ModelSettings(path=folder), parallel=parallel)
+    recipe = Recipe(objective="reward" if scorer else "grpo", model=ModelSettings(path=folder), parallel=parallel_of(mode))
     try:
         blueprint = read_blueprint(recipe.model)
         policy = hold(recipe, blueprint, OBJECTIVES["reward"].model if scorer else language_model)

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import AutoModelForCausalLM
 
-from groupwise.config.settings import ModelSettings
+from groupwise.config.settings import ModelSettings, ParallelSettings
 from groupwise.distributed import sharded_checkpoint as shards
-from groupwise.distributed.fsdp import ShardingConfig
+from groupwise.distributed.fsdp import decided
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.reward_head import make_scorer
@@ -121,9 +121,9 @@ def test_a_reward_model_is_read_in_pieces_too(folder: Callable, ranks: Callable,
 
 def test_shards_must_divide_the_processes() -> None:
     with pytest.raises(ConfigError, match=r"parallel.shards is 3, which does not divide the 8 processes"):
-        ShardingConfig("zero3", shards=3).decided(10, 8)
-    assert ShardingConfig("auto").decided(2_000_000_000, 8) == ShardingConfig("zero3", shards=8)
-    assert not ShardingConfig("auto").decided(2_000_000, 8).sharded
+        decided(ParallelSettings(name="zero3", shards=3), 10, 8)
+    assert decided(ParallelSettings(), 2_000_000_000, 8) == ParallelSettings(name="zero3", shards=8)
+    assert decided(ParallelSettings(), 2_000_000, 8).name == "ddp"
 
 
 # ---- export
@@ -298,10 +298,10 @@ def test_p34_the_plan_of_memory_and_traffic_is_what_is_counted(size: int, mode: 
     found = ranks(size).run("held", mode=mode, dtype=dtype)
     policy = cases.make("llama", dtype)
     shape = Shape.of(policy.model.config.to_dict(), found[0]["parameters"], dtype=dtype)
-    sharding = cases.sharding_of(mode).decided(0, size)
+    parallel = decided(cases.parallel_of(mode), 0, size)
     load = Load(prompts=size, group=1, prompt_tokens=6, completion_tokens=0, budget=100)
-    shards = sharding.shards or size
-    planned = process_memory(shape, load, sharding, prompts=1, world=size)
+    shards = parallel.shards or size
+    planned = process_memory(shape, load, parallel, prompts=1, world=size)
     for one in found:
         assert one["weights"] == pytest.approx(planned.weights, rel=0.02)
         assert one["gradients"] == pytest.approx(planned.gradients, rel=0.02)
@@ -309,13 +309,13 @@ def test_p34_the_plan_of_memory_and_traffic_is_what_is_counted(size: int, mode: 
         assert one["whole"] == (planned.whole or planned.weights)
         # A ring moves (n - 1) / n of a tensor to gather or to reduce it, and twice that for an all-reduce.
         inside, between = (shards - 1) / shards, (size // shards - 1) / (size // shards)
-        if not sharding.sharded:
+        if parallel.name == "ddp":
             assert one["update"] == pytest.approx(2 * (size - 1) / size * shape.parameters, rel=0.02)
             assert one["gathered"] == 0
             continue
-        again = shape.parameters - shape.outside if sharding.name == "zero3" else 0
+        again = shape.parameters - shape.outside if parallel.name == "zero3" else 0
         update = inside * (2 * shape.parameters + again) + 2 * between * shape.parameters / shards
         assert one["update"] == pytest.approx(update, rel=0.02)
         assert one["gathered"] == pytest.approx(inside * shape.parameters, rel=0.02)
-    if sharding.sharded:
+    if parallel.name != "ddp":
         assert sum(one["weights"] for one in found) * shards == planned.whole * size

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.cli import commands
 from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import ParallelSettings
 from groupwise.data.packing import pack
-from groupwise.distributed.fsdp import ShardingConfig
 from groupwise.models.backbone import checkpointing
 from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
@@ -143,11 +143,11 @@ def test_parts_add_up_to_the_whole() -> None:
     assert alone.optimizer == 12 * 7_615_616_512
     peaks = {}
     for mode in ("zero2", "zero3"):
-        part = process_memory(seven(), load(), ShardingConfig(mode, 8), prompts=2, world=64)
+        part = process_memory(seven(), load(), ParallelSettings(name=mode, shards=8), prompts=2, world=64)
         for name in ("weights", "gradients", "optimizer", "reference"):
             assert getattr(part, name) * 8 == getattr(alone, name)
         assert part.whole == alone.weights
-        far = process_memory(seven(), load(), ShardingConfig(mode, 8, offload=True), prompts=2, world=64)
+        far = process_memory(seven(), load(), ParallelSettings(name=mode, shards=8, offload=True), prompts=2, world=64)
         assert far.weights == far.gradients == far.optimizer == far.reference == 0
         assert far.host == sum(getattr(part, name) for name in ("weights", "gradients", "optimizer", "reference"))
         peaks[mode] = part.peak
@@ -208,7 +208,7 @@ def test_a_gpu_holds_no_second_copy_of_all_weights() -> None:
     """Queries, keys and values lie side by side there, and gate and up; the rest is read where it is."""
     shape = seven()
     gpu = load(cpu=False, prepared=prepared_weights(shape, cpu=False), reference=False, recompute=True)
-    need = process_memory(shape, gpu, ShardingConfig("zero3", 4), prompts=32, world=4)
+    need = process_memory(shape, gpu, ParallelSettings(name="zero3", shards=4), prompts=32, world=4)
     assert need.prepared == 28 * 3584 * (36 * 128 + 2 * 18944) * 2
     assert need.fragmentation == 0
     assert prepared_weights(shape, cpu=True) == 2 * shape.parameters

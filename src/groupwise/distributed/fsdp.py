@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -30,38 +30,18 @@ SHARDED_FROM = 1_000_000_000
 """Parameters from which `parallel: auto` shards a model."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardingConfig:
-    """What each of several processes holds: `Recipe.parallel` in full."""
-
-    name: str = "auto"
-    shards: int | None = None
-    """Processes that share one copy; None: all of them."""
-    offload: bool = False
-    """Parts live in host memory."""
-
-    @classmethod
-    def of(cls, parallel: ParallelSettings) -> ShardingConfig:
-        """What a recipe says of it."""
-        return cls(parallel.name, parallel.shards, parallel.offload)
-
-    def decided(self, parameters: int, size: int) -> ShardingConfig:
-        """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if they do not divide."""
-        shards = self.shards or size
-        if size % shards:
-            raise ConfigError(
-                f"parallel.shards is {shards}, which does not divide the {size} processes: copies would be of different sizes"
-            )
-        large = "zero3" if parameters >= SHARDED_FROM else "ddp"
-        return replace(self, name=large if self.name == "auto" else self.name, shards=shards)
-
-    @property
-    def sharded(self) -> bool:
-        """True if weights are sharded, once that is decided."""
-        return self.name != "ddp"
+def decided(parallel: ParallelSettings, parameters: int, size: int) -> ParallelSettings:
+    """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if they do not divide."""
+    shards = parallel.shards or size
+    if size % shards:
+        raise ConfigError(
+            f"parallel.shards is {shards}, which does not divide the {size} processes: copies would be of different sizes"
+        )
+    large = "zero3" if parameters >= SHARDED_FROM else "ddp"
+    return replace(parallel, name=large if parallel.name == "auto" else parallel.name, shards=shards)
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, sharding: ShardingConfig, device: torch.device) -> None:
+def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, parallel: ParallelSettings, device: torch.device) -> None:
     """Spread the weights, gradients and optimizer state of a model over the processes, block by block.
 
     A block's weights are gathered while it computes; `zero3` lets go of them between forward and backward (less memory, one more
@@ -69,19 +49,19 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, sharding: 
     of the backward pass, so that the head's weight is a plain tensor wherever it is read.  With fewer `shards` than processes there
     are several copies (HSDP): weights travel inside one, gradients then between them.
     method: a method of the model to call instead of its forward; weights are gathered for it in the same way.
-    device: what computes.  Gradients are summed over the processes, in at least float32.
+    parallel: decided.   device: what computes.  Gradients are summed over the processes, in at least float32.
     """
     weight = next(model.parameters())
     lower = weight.dtype in (torch.bfloat16, torch.float16)
     spread = partial(
         fully_shard,
-        mesh=_mesh(device.type, sharding.shards or comm.world().size),
+        mesh=_mesh(device.type, parallel.shards or comm.world().size),
         mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if parallel.offload else OffloadPolicy(),
     )
     with comm.peers():
         for block in blocks:
-            spread(block, reshard_after_forward=sharding.name == "zero3")
+            spread(block, reshard_after_forward=parallel.name == "zero3")
         spread(model, reshard_after_forward=False)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)

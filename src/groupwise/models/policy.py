@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.distributed.fsdp import ShardingConfig
+from groupwise.config.settings import ParallelSettings
 from groupwise.errors import ConfigError
 from groupwise.models import rope
 from groupwise.models.logit_scale import backbone_of
@@ -44,7 +44,7 @@ class Shards:
 
     whole: PreTrainedModel
     """The same modules; their parameters have numbers only while they are gathered (`sharded.gathered`)."""
-    config: ShardingConfig
+    parallel: ParallelSettings
     device: torch.device
     """Where products are computed and batches lie; shards may lie in host memory."""
 

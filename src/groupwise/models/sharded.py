@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from groupwise.config.settings import ParallelSettings
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
 from groupwise.models.attention import NAME
@@ -78,7 +79,7 @@ def frozen_copy(policy: Policy) -> Policy:
     fsdp.reshard(policy.model)
     parts = {name: fsdp.own(parameter.detach()) for name, parameter in policy.model.named_parameters()}
     plain = replace(policy, model=copy.deepcopy(policy.shards.whole), shards=None)
-    copied = shard(plain, policy.shards.config, policy.device)
+    copied = shard(plain, policy.shards.parallel, policy.device)
     _fill(copied, lambda name, _: parts[name])
     copied.model.requires_grad_(False)
     return copied
@@ -91,7 +92,7 @@ def _fill(policy: Policy, rows: Callable[[str, slice], Tensor]) -> None:
     rows: (name of a parameter or saved buffer, rows of the whole) -> these rows.
     """
     assert policy.shards is not None
-    home = torch.device("cpu") if policy.shards.config.offload else policy.device
+    home = torch.device("cpu") if policy.shards.parallel.offload else policy.device
     model, whole = policy.model, policy.shards.whole
     places = _places(model)
     for name, parameter in list(model.named_parameters()):
@@ -170,10 +171,10 @@ def _files(policy: Policy) -> dict[str, int]:
     return {name: used.index(writer[name]) for name in tensors}
 
 
-def shard(policy: Policy, sharding: fsdp.ShardingConfig, device: torch.device) -> Policy:
+def shard(policy: Policy, parallel: ParallelSettings, device: torch.device) -> Policy:
     """Spread a policy, which is the same on every process and is used up by it.  Raises ConfigError if it cannot be.
 
-    sharding: decided.   device: what computes.   A policy without weights is to be filled afterwards.
+    parallel: decided.   device: what computes.   A policy without weights is to be filled afterwards.
     """
     if policy.attention == "single":
         raise ConfigError(
@@ -186,16 +187,16 @@ def shard(policy: Policy, sharding: fsdp.ShardingConfig, device: torch.device) -
     whole = copy.deepcopy(model, empty)
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     setattr(model, METHOD, lambda **inputs: backbone_of(model)(**inputs))
-    fsdp.shard(model, blocks, METHOD, sharding, device)
-    return replace(policy, shards=Shards(whole=whole, config=sharding, device=device))
+    fsdp.shard(model, blocks, METHOD, parallel, device)
+    return replace(policy, shards=Shards(whole=whole, parallel=parallel, device=device))
 
 
-def shard_from_checkpoint(policy: Policy, sharding: fsdp.ShardingConfig, device: torch.device, reader: CheckpointReader) -> Policy:
+def shard_from_checkpoint(policy: Policy, parallel: ParallelSettings, device: torch.device, reader: CheckpointReader) -> Policy:
     """Shard a policy that was built without weights; every process reads its part of each tensor, and no more.
 
     Then the model is asked what it computes, by all processes together (`loading.with_facts`).  Raises Diverged, ConfigError.
     """
-    spread = shard(policy, sharding, device)
+    spread = shard(policy, parallel, device)
     _fill(spread, reader.rows)
     reader.close()
     check_finite(spread.model)

@@ -15,7 +15,7 @@ import torch
 
 from groupwise.algorithms.parts import describe, is_built_in
 from groupwise.algorithms.table import Algorithm
-from groupwise.config.settings import ModelSettings, Recipe, engine_traits, positions_of
+from groupwise.config.settings import ModelSettings, ParallelSettings, Recipe, engine_traits, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.data.load import Data
 from groupwise.distributed import comm, fsdp
@@ -128,13 +128,13 @@ class Load:
         return -(-prompts // batches) * group
 
 
-ALONE = fsdp.ShardingConfig("ddp")
+ALONE = ParallelSettings(name="ddp")
 
 
-def process_memory(shape: Shape, load: Load, sharding: fsdp.ShardingConfig = ALONE, *, prompts: int, world: int = 1) -> MemoryPlan:
+def process_memory(shape: Shape, load: Load, parallel: ParallelSettings = ALONE, *, prompts: int, world: int = 1) -> MemoryPlan:
     """Bytes of one of `world` processes that samples for `prompts` of a step's prompts.
 
-    The update is dealt out evenly, by positions.   sharding: `decided`.
+    The update is dealt out evenly, by positions.   parallel: decided.
     """
     samples = load.rows > 0
     need = memory(
@@ -144,16 +144,16 @@ def process_memory(shape: Shape, load: Load, sharding: fsdp.ShardingConfig = ALO
         rows=min(load.rows, prompts * load.group),
         prompts=prompts if samples else 0,
     )
-    if sharding.name == "ddp":
+    if parallel.name == "ddp":
         return need
     width = shape.bytes_per_weight
     # While it trains: embedding, last norm and head, and the blocks that are gathered (the one at work and the next).
     block = (shape.parameters - shape.outside) // shape.layers
-    resident = shape.outside + (2 * block if sharding.name == "zero3" else shape.parameters - shape.outside)
-    shards = sharding.shards or world
+    resident = shape.outside + (2 * block if parallel.name == "zero3" else shape.parameters - shape.outside)
+    shards = parallel.shards or world
     parts = {name: -(-getattr(need, name) // shards) for name in ("weights", "gradients", "optimizer", "reference")}
-    host = sum(parts.values()) if sharding.offload else 0
-    if sharding.offload:
+    host = sum(parts.values()) if parallel.offload else 0
+    if parallel.offload:
         parts = dict.fromkeys(parts, 0)
     return replace(
         need,
@@ -266,16 +266,16 @@ def memory_lines(need: MemoryPlan) -> Lines:
     return [("memory", f"about {size(need.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
 
 
-def process_lines(shape: Shape, load: Load, sharding: fsdp.ShardingConfig, world: int) -> Lines:
+def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: int) -> Lines:
     """What each of `world` processes holds and does, as it is printed."""
-    shards = sharding.shards or world
+    shards = parallel.shards or world
     copies = world // shards
-    if sharding.name == "ddp":
+    if parallel.name == "ddp":
         held = "all weights on each"
     else:
-        held = f"weights, gradients and optimizer state sharded over {shards} ({sharding.name})"
+        held = f"weights, gradients and optimizer state sharded over {shards} ({parallel.name})"
         held += f", {copies} copies" if copies > 1 else ""
-        held += ", in host memory" if sharding.offload else ""
+        held += ", in host memory" if parallel.offload else ""
     lines = [("processes", f"{world}, {held}; gradients are summed")]
     positions = -(-load.positions(load.prompts) // world)
     training = f"{positions:,} positions to train in {counted(-(-positions // load.budget), 'micro-batch')}"
@@ -283,7 +283,7 @@ def process_lines(shape: Shape, load: Load, sharding: fsdp.ShardingConfig, world
         sampled = prompts * load.group * load.completion_tokens
         what = f"{prompts} x {counted(load.group, 'completion')}, at most {sampled:,} tokens; " if load.completion_tokens else ""
         lines.append((name, what + training))
-        lines += memory_lines(process_memory(shape, load, sharding, prompts=prompts, world=world))
+        lines += memory_lines(process_memory(shape, load, parallel, prompts=prompts, world=world))
     return lines
 
 
@@ -457,14 +457,14 @@ def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | N
         cost = "an update takes many times as long as in float32"
         remedy = f"this processor has no AVX-512, and {cost}: set model.dtype=float32"
         lines.append(("warning", f"model.dtype {recipe.model.dtype}: {remedy}"))
-    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
+    parallel = fsdp.decided(recipe.parallel, largest_model(recipe, blueprint), count)
     if count == 1:
         need = process_memory(shape, load, prompts=load.prompts)
         lines += [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(need)]
         if load.cpu and (reason := absence()):
             lines.append(("kernels", f"torch's own, more slowly: {reason}"))
     else:
-        lines += process_lines(shape, load, sharding, count)
+        lines += process_lines(shape, load, parallel, count)
     if load.completion_tokens and not load.rows:
         lines.append(("not counted", f"what {recipe.rollout.engine.name} takes to sample, on this device or another"))
     return lines

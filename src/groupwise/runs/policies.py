@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,7 @@ def shared_out(recipe: Recipe, blueprint: Blueprint) -> Recipe:
     """
     if comm.world().size == 1:
         return recipe
-    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), comm.world().size)
-    return replace(recipe, parallel=replace(recipe.parallel, **asdict(sharding)))
+    return replace(recipe, parallel=fsdp.decided(recipe.parallel, largest_model(recipe, blueprint), comm.world().size))
 
 
 def largest_model(recipe: Recipe, blueprint: Blueprint) -> int:
@@ -116,15 +115,15 @@ def hold(
     A sharded one is read piece by piece where its checkpoint allows it; else every process reads all and keeps its part.
     resume: where an adapter continues from; other policies come from there by their blueprint.
     """
-    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(parameter_count(blueprint), comm.world().size)
-    if comm.world().size == 1 or not sharding.sharded:
+    parallel = fsdp.decided(recipe.parallel, parameter_count(blueprint), comm.world().size)
+    if comm.world().size == 1 or parallel.name == "ddp":
         return _resumed(make(recipe, blueprint), resume)
     device, reader = resolve_device(recipe.model), blueprint.reader()
     if reader is not None and blueprint.empty is not None and recipe.model.lora is None:
         policy = make(recipe, replace(blueprint, load=blueprint.empty))
         if reader.fit(policy.model):
-            return shard_from_checkpoint(policy, sharding, device, reader)
-    return shard(_resumed(make(recipe, blueprint), resume), sharding, device)
+            return shard_from_checkpoint(policy, parallel, device, reader)
+    return shard(_resumed(make(recipe, blueprint), resume), parallel, device)
 
 
 def _resumed(policy: Policy, folder: Path | None) -> Policy:
