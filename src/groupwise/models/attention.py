@@ -35,7 +35,7 @@ class Attend(Protocol):
 
     @property
     def recurrent(self) -> Any:
-        """What recurrent layers ask: `recurrence.Recurrent`."""
+        """What recurrent layers ask: `ops.recurrence.Recurrence`."""
         ...
 
     def __call__(self, query: Query) -> Tensor:

@@ -1,6 +1,6 @@
 """What the decoder layers of known families are made of, read off their modules here for training and for decoding.
 
-`describe` says of a module which norm, attention, MLP or layer it is: where its parts are, and their numbers.  `fused.py` computes
+`describe` says of a module which norm, attention or MLP it is: where its parts are, and their numbers.  `fused.py` computes
 modules in its own way by these descriptions, one at a time; `stack_of` describes a whole model, of which decoding prepares the
 weights (`rollout/native/forward.py`).  A module of another class, or one that computes something else than its description could
 say, has no description.  Weights are read when they are used: sharding puts others in their place.
@@ -110,23 +110,12 @@ class MLP:
         return (*self.inputs, self.output)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Layer:
-    """x += mixer(norm(x)); x += mlp(mlp_norm(x)).   The modules may be of any class: `describe` them."""
-
-    norm: nn.Module
-    mixer: nn.Module
-    """Attention or a DeltaNet."""
-    mlp_norm: nn.Module
-    mlp: nn.Module
-
-
 def matrix_of(linear: Any) -> tuple[Tensor, Tensor | None]:
     """Weight (O, I) and bias (O,) of a linear layer; GPT-2's lie the other way round."""
     return linear.weight.T if type(linear) is Conv1D else linear.weight, linear.bias
 
 
-Description = Norm | Attention | DeltaNet | MLP | Layer
+Description = Norm | Attention | DeltaNet | MLP
 Reader = Callable[[Any], Description | None]
 
 
@@ -217,28 +206,15 @@ def _gpt2_mlp(module: Any) -> MLP | None:
     return MLP(module=module, inputs=(module.c_fc,), output=module.c_proj, activation=module.act)
 
 
-def _rotary_layer(module: Any) -> Layer:
-    mixer = getattr(module, "linear_attn", None) or module.self_attn
-    return Layer(norm=module.input_layernorm, mixer=mixer, mlp_norm=module.post_attention_layernorm, mlp=module.mlp)
-
-
-def _gpt2_layer(module: Any) -> Layer | None:
-    if hasattr(module, "crossattention"):
-        return None
-    return Layer(norm=module.ln_1, mixer=module.attn, mlp_norm=module.ln_2, mlp=module.mlp)
-
-
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 _CLASSES: tuple[tuple[Reader, str, tuple[str, ...]], ...] = (
     (_rms_norm, "RMSNorm", (*LIKE_LLAMA, "mixtral")),
     (_rotary_attention, "Attention", (*LIKE_LLAMA, "mixtral", "qwen3_5")),
     (_gated_mlp, "MLP", (*LIKE_LLAMA, "qwen3_5")),
-    (_rotary_layer, "DecoderLayer", (*LIKE_LLAMA, "qwen3_5")),
     (_rms_norm_around_one, "RMSNorm", ("qwen3_5",)),
     (_delta_net, "GatedDeltaNet", ("qwen3_5",)),
     (_gpt2_attention, "Attention", ("gpt2",)),
     (_gpt2_mlp, "MLP", ("gpt2",)),
-    (_gpt2_layer, "Block", ("gpt2",)),
 )
 _READERS: dict[str, Reader] = {
     class_name(nn.LayerNorm): _layer_norm,
@@ -275,8 +251,8 @@ def stack_of(model: Any) -> Stack | None:
     """What one of `MODELS` is, whose modules are those that its config makes; None if a description could not say all of it."""
     rotary = class_name(type(model)) in ROTARY_MODELS
     base = getattr(model.model, "language_model", model.model) if rotary else model.transformer
-    layers: Any = [_parts(module) for module in (base.layers if rotary else base.h)]
-    if any(None in parts for parts in layers):
+    layers: Any = [tuple(map(describe, _parts(layer))) for layer in (base.layers if rotary else base.h)]
+    if any(None in parts for parts in layers) or getattr(model.config, "add_cross_attention", False):
         return None
     attentions = [parts[1] for parts in layers if isinstance(parts[1], Attention)]
     if not attentions or any(reach_of(attention.module).chunk is not None for attention in attentions):
@@ -296,7 +272,9 @@ def stack_of(model: Any) -> Stack | None:
     )
 
 
-def _parts(module: nn.Module) -> tuple[Any, ...]:
-    """The parts of a layer, None in place of one without description."""
-    layer = describe(module)
-    return tuple(map(describe, (layer.norm, layer.mixer, layer.mlp_norm, layer.mlp))) if isinstance(layer, Layer) else (None,)
+def _parts(layer: Any) -> tuple[nn.Module, ...]:
+    """x += mixer(norm(x)); x += mlp(mlp_norm(x)): norm, mixer (attention or a DeltaNet), mlp_norm, mlp."""
+    if hasattr(layer, "ln_1"):
+        return layer.ln_1, layer.attn, layer.ln_2, layer.mlp
+    mixer = getattr(layer, "linear_attn", None) or layer.self_attn
+    return layer.input_layernorm, mixer, layer.post_attention_layernorm, layer.mlp

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache, wraps
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,32 +25,17 @@ from transformers.activations import ACT2FN
 
 from groupwise.models.attention import attended
 from groupwise.ops.functional import rms_norm
-from groupwise.ops.recurrence import chunk_size
+from groupwise.ops.recurrence import Recurrence, chunk_size
 
 PLACE = "groupwise_place"
 """Attribute of a recurrent layer that numbers it among those of its model."""
-
-
-class Recurrent(Protocol):
-    """Where convolutions and states begin, and what becomes of them, for one forward pass.
-
-    place: which state it is: the layer's number, and which of the layer's operations.
-    """
-
-    def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, *, silu: bool) -> Tensor:
-        """A causal convolution, channel by channel -> (T, D); `silu` of it."""
-        ...
-
-    def rule(self, place: tuple[int, int], *columns: Tensor) -> Tensor:
-        """The gated rule (`ops.recurrence.gated_rule`) -> (T, H, V)."""
-        ...
 
 
 _layer: ContextVar[list[int] | None] = ContextVar("layer", default=None)
 """The number of the layer that is computed, and how many operations it has made."""
 
 
-def _here() -> tuple[Recurrent, tuple[int, int]] | None:
+def _here() -> tuple[Recurrence, tuple[int, int]] | None:
     """What the layer that is computed asks, and for which state; None outside of streams."""
     layer, attend = _layer.get(), attended()
     if layer is None or attend is None:
@@ -101,7 +86,7 @@ def _delta_rule(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def delta_rule(
-    recurrent: Recurrent,
+    recurrent: Recurrence,
     place: tuple[int, int],
     query_TJK: Tensor,
     key_TJK: Tensor,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative
-from groupwise.ops.linear_cross_entropy import CHUNK_NUMBERS, Head, chunk_rows, head_logits, shaped
+from groupwise.ops.linear_cross_entropy import CHUNK_NUMBERS, Head, chunk_rows, head_logits, shaped, slices
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(log q (C, V), log p (C, V)) -> divergence of each row (C,), nats."""
@@ -99,7 +99,7 @@ class _Divergence(torch.autograd.Function):
         precision = torch.promote_types(weight_VD.dtype, torch.float32)
         found_M = torch.zeros(hidden_MD.shape[0], dtype=precision, device=hidden_MD.device)
         rows = chunk_rows(weight_VD.shape[0], precision.itemsize, weight_VD.shape[1], chunk_numbers)
-        ctx.chunks = [slice(first, first + rows) for first in range(0, hidden_MD.shape[0], rows)]
+        ctx.chunks = slices(0, hidden_MD.shape[0], rows)
         for chunk in ctx.chunks:
             sides = ((hidden_MD, head), (teacher_ME, teacher_head))
             found_M[chunk] = divergence(*(_log_probs(head_logits(h[chunk], side), temperature_M[chunk]) for h, side in sides))

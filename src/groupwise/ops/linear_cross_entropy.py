@@ -72,6 +72,11 @@ def chunk_rows(vocabulary: int, width: int, deep: int = 0, numbers: int = CHUNK_
     return max(MIN_ROWS, min(MOST_ROWS, max(numbers * 4 // max(width, 2) // vocabulary, deep // 2)))
 
 
+def slices(start: int, stop: int, size: int) -> list[slice]:
+    """Rows from `start` to `stop`, so many at a time."""
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
 def head_logits(hidden_CD: Tensor, head: Head) -> Tensor:
     """Logits (C, V) in the compute type of the head's product, before temperature."""
     return shaped(F.linear(hidden_CD, head.weight_VD, head.bias_V), head)
@@ -269,7 +274,7 @@ class _Visits:
         (vocabulary, deep), count = head.weight_VD.shape, target_M.shape[0]
         if not hidden_MD.is_cuda and tiled(self.weight_VD.dtype):
             self.hidden_MD = F.pad(self.hidden_MD, (0, 0, 0, filled(count) - count))
-        self.chunks = _slices(0, count, chunk_rows(vocabulary, self.weight_VD.dtype.itemsize, deep, numbers))
+        self.chunks = slices(0, count, chunk_rows(vocabulary, self.weight_VD.dtype.itemsize, deep, numbers))
         # float32 (float64 for float64 models), filled as the rows are measured; entropies stay 0 unless asked for.
         self.lse_M, self.logp_M, self.entropy_M = torch.zeros(3, count, dtype=self.precision, device=target_M.device)
 
@@ -300,7 +305,7 @@ class _Visits:
         The tempered logits are the logits themselves where nothing was to be done to them.
         """
         size = rows.stop - rows.start if raw_CV.is_cuda else max(1, BLOCK_NUMBERS // raw_CV.shape[1])
-        for block in _slices(rows.start, rows.stop, size):
+        for block in slices(rows.start, rows.stop, size):
             raw_BV = raw_CV[block.start - rows.start : block.stop - rows.start]
             yield block, raw_BV, self._tempered(block, raw_BV)
 
@@ -329,10 +334,6 @@ class _Visits:
             if self.entropy:
                 logp_BV = z_BV - self.lse_M[block, None]
                 self.entropy_M[block] = logp_BV.exp().mul_(logp_BV.clamp_min_(NOTHING)).sum(-1).neg_()
-
-
-def _slices(start: int, stop: int, size: int) -> list[slice]:
-    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 class _Gradients:

@@ -379,7 +379,11 @@ def _runs(segments: Segments, level: np.ndarray, device: torch.device) -> tuple[
 
 
 class Recurrence:
-    """`models.recurrence.Recurrent` over segments: states pass through each, and from each prefix into all that begin with it."""
+    """What recurrent layers ask in one forward pass: states pass through each segment, and from each prefix into all that begin
+    with it.
+
+    place: which state it is: the layer's number, and which of the layer's operations.
+    """
 
     def __init__(
         self,
@@ -391,13 +395,13 @@ class Recurrence:
         self.segments, self.read, self.keep = segments, read, keep
 
     def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, *, silu: bool) -> Tensor:
-        """See `Recurrent`."""
+        """See `convolve` -> (T, D)."""
         out, state = convolve(x_TD, weight_DW, bias_D, self.segments, self.read(place), silu=silu)
         self.keep(place, state)
         return out
 
     def rule(self, place: tuple[int, int], *columns: Tensor) -> Tensor:
-        """See `Recurrent`."""
+        """See `gated_rule` -> (T, H, V)."""
         out, state = gated_rule(columns, self.segments, self.read(place))
         self.keep(place, state)
         return out

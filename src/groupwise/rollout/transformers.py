@@ -60,17 +60,11 @@ class TransformersEngine(InProcess):
             return
         rows = [(prompt, index) for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size) for index in range(group_size)]
         groups = Groups(group_size)
-        while rows:
-            batch = rows[: self._fitting(rows)]
-            for rollout in self._batch(batch, sampling, seed):
-                yield from groups.add(rollout)
-            rows = rows[len(batch) :]
-
-    def _fitting(self, rows: list[tuple[Prompt, int]]) -> int:
-        """How many of the first rows make a batch: those whose prompts are as long as the first."""
-        length = rows[0][0].tokens.size
-        alike = itertools.takewhile(lambda row: row[0].tokens.size == length, rows[: self.max_rows])
-        return sum(1 for _ in alike)
+        for _, of_one_length in itertools.groupby(rows, lambda row: row[0].tokens.size):
+            alike = list(of_one_length)
+            for first in range(0, len(alike), self.max_rows):
+                for rollout in self._batch(alike[first : first + self.max_rows], sampling, seed):
+                    yield from groups.add(rollout)
 
     def _limit(self, prompt: Prompt, sampling: Sampling) -> int:
         """Most tokens of a prompt's completions."""

@@ -114,7 +114,7 @@ class LayerCache:
 
 
 Place = tuple[int, int]
-"""Names a recurrent layer's state: see `models.recurrence.Recurrent`."""
+"""Names a recurrent layer's state: see `ops.recurrence.Recurrence`."""
 
 
 class Kept(NamedTuple):

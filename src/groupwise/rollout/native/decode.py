@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from groupwise.ops import decoding
-from groupwise.ops.linear_cross_entropy import chunk_rows
+from groupwise.ops.linear_cross_entropy import chunk_rows, slices
 from groupwise.records import Sampling
 from groupwise.rollout.native.attention import Decode, KVCache
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward
@@ -175,8 +175,8 @@ class TokenDecode:
         return self._drawn(logits, uniform_R)
 
     def _drawn(self, logits: Callable[[slice], Tensor], uniform_R: Tensor) -> NextToken:
-        """The next tokens of rows.   logits: of some of them."""
-        chunks = chunks_of(uniform_R.shape[0], self.rows_at_once)
+        """The next tokens of rows.   logits: of some of them, which stay near the cache, however large the vocabulary."""
+        chunks = slices(0, uniform_R.shape[0], self.rows_at_once)
         tokens, logps, supports = zip(*(draw(logits(chunk), uniform_R[chunk], self.sampling) for chunk in chunks), strict=True)
         token_R, logp_R = (tokens[0], logps[0]) if len(chunks) == 1 else (torch.cat(tokens), torch.cat(logps))
         support = tuple((chunk, some) for chunk, some in zip(chunks, supports, strict=True) if some is not None)
@@ -216,8 +216,3 @@ class TokenDecode:
             until_one_ends=until_one_ends,
             rows_at_once=self.rows_at_once,
         )
-
-
-def chunks_of(rows: int, at_once: int) -> list[slice]:
-    """Rows whose logits exist at the same time: together they stay near the cache, however large the vocabulary."""
-    return [slice(start, min(start + at_once, rows)) for start in range(0, rows, at_once)]

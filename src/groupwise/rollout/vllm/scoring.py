@@ -86,17 +86,11 @@ class ScoringServers:
                 f"a prompt and its completion have {longest} tokens, but {' and '.join(self._urls)} hold sequences of "
                 f"{self.context} with one more token behind them: start the servers with --max-model-len {longest + 1}"
             )
-        urls = cycle(self._urls)
         with ThreadPoolExecutor(AT_ONCE * len(self._urls), thread_name_prefix="teacher-request") as pool:
-            requests = [pool.submit(self._one, next(urls), *sequence) for sequence in sequences]
-            try:
-                return [one.result() for one in requests]
-            except BaseException:
-                for one in requests:
-                    one.cancel()
-                raise
+            return list(pool.map(self._one, cycle(self._urls), sequences))  # the first that fails cancels the others
 
-    def _one(self, url: str, prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
+    def _one(self, url: str, sequence: PromptAndCompletion) -> np.ndarray:
+        prompt, completion = sequence
         if not completion.size:
             return np.zeros(0, np.float32)
         clients: dict[str, Client] = vars(self._local).setdefault("clients", {})
