@@ -42,10 +42,6 @@ class Reach:
             return position - self.window + 1
         return position * 0 if self.chunk is None else position // self.chunk * self.chunk
 
-    def span(self, position: Tensor) -> int | Tensor | None:
-        """How many positions, its own included, a query at `position` sees at most; None if all."""
-        return self.window if self.chunk is None else position % self.chunk + 1
-
     def within(self, longest: int) -> Reach:
         """The same over sequences of up to `longest` tokens: a window or chunk that hides none of them is none."""
         return EVERYTHING if longest <= (self.window or self.chunk or longest) else self

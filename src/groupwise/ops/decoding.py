@@ -117,11 +117,14 @@ Slab = tuple[Tensor, Tensor]
 class Rows:
     """Which rows belong to which prompt, as `decoding.cpp` reads it."""
 
-    def __init__(self, rows_P: Sequence[Sequence[int]], prompt_length_P: Sequence[int]) -> None:
-        """rows_P: the rows of each prompt; prompt_length_P: its tokens."""
-        order = [row for rows in rows_P for row in rows]
+    def __init__(self, entry_R: Sequence[int], prompt_length_P: Sequence[int]) -> None:
+        """entry_R: the prompt of each row.   prompt_length_P: tokens of prompts."""
+        self.rows_P: list[list[int]] = [[] for _ in prompt_length_P]
+        for row, entry in enumerate(entry_R):
+            self.rows_P[entry].append(row)
+        order = [row for rows in self.rows_P for row in rows]
         parts, start = [], 0
-        for entry, rows in enumerate(rows_P):
+        for entry, rows in enumerate(self.rows_P):
             for first in range(start, start + len(rows), ROWS_AT_ONCE):
                 parts.append((entry, first, min(first + ROWS_AT_ONCE, start + len(rows))))
             start += len(rows)

@@ -19,6 +19,8 @@ T own tokens, or an entry's capacity   M prompt tokens   E entries
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -205,21 +207,40 @@ def dense_order(count: int, ended: Sequence[int]) -> list[int]:
     return [next(movers) if i in gone else i for i in range(staying)]
 
 
-class Prefill:
+class KeepingAttend:
+    """The protocol `models.attention.Attend` for sampling: keys, values and states are kept."""
+
+    _segments: Segments
+
+    @property
+    def recurrent(self) -> Recurrence:
+        """States of the segments, which are kept.  Made anew each time: an attribute would refer back here, and hold the stores
+        until garbage is collected."""
+        return Recurrence(self._segments, self._states, self._keep_states)
+
+    def _states(self, place: Place) -> Tensor | None:
+        """Before the new tokens; None: zeros."""
+        raise NotImplementedError
+
+    def _keep_states(self, place: Place, state_NX: Tensor) -> None:
+        raise NotImplementedError
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
+        return position_T + 1
+
+
+class Prefill(KeepingAttend):
     """Packed prompts attend to themselves; their keys and values are kept."""
 
     def __init__(self, store: KVCache, lengths: Sequence[int]) -> None:
         """Prompts of these lengths in one stream become the store's entries behind those that live."""
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
+        *starts, total = accumulate(lengths, initial=0)
         self.lengths, self.starts = lengths, starts
         self.store, self.first = store, store.live
         self._seen: set[int] = set()
-        self._segments = Segments(self.starts[:-1], lengths, starts[-1])
-        self._packed = PackedAttention(
-            Layout(start=tuple(starts[:-1]), length=tuple(lengths), prefix=(-1,) * len(lengths), total=starts[-1])
-        )
+        self._segments = Segments(starts, lengths, total)
+        self._packed = PackedAttention(Layout(start=tuple(starts), length=tuple(lengths), prefix=(-1,) * len(lengths), total=total))
 
     def __call__(self, query: Query) -> Tensor:
         """The protocol `models.attention.Attend`.  Raises EngineError for the second of two layers with one number."""
@@ -232,22 +253,16 @@ class Prefill:
         self._seen.add(layer)
         plain = query.cap is None and query.reach.chunk is None and query.sinks_H is None and key_TKD.shape == value_TKE.shape
         slab = self.store.layer(layer, key_TKD, decoding.tokens_per_block(key_TKD) if plain else 1, value_TKE)
-        i = 0
-        while i < len(self.lengths):
-            j, length = i, self.lengths[i]
-            while j < len(self.lengths) and self.lengths[j] == length:
-                j += 1
-            stretch = slice(self.starts[i], self.starts[j])
-            whole = (j - i, length)
-            slab.write(self.first + i, *(x_TKD[stretch].reshape(*whole, *x_TKD.shape[1:]) for x_TKD in (key_TKD, value_TKE)))
-            i = j
+        first = 0
+        for length, alike in groupby(self.lengths):
+            count, start = len(list(alike)), self.starts[first]
+            prompts = (x[start : start + count * length].unflatten(0, (count, length)) for x in (key_TKD, value_TKE))
+            slab.write(self.first + first, *prompts)
+            first += count
         return self._packed(query)
 
-    @property
-    def recurrent(self) -> Recurrence:
-        """States of the prompts, which are kept.  Made anew each time: an attribute would refer back here, and hold the store until
-        garbage is collected."""
-        return Recurrence(self._segments, keep=self._keep_states)
+    def _states(self, place: Place) -> Tensor | None:
+        return None
 
     def _keep_states(self, place: Place, state_NX: Tensor) -> None:
         self.store.state(place, state_NX)[self.first : self.first + len(self.lengths)] = state_NX
@@ -257,29 +272,7 @@ class Prefill:
         return self._packed.sequence_lengths(position_T)
 
 
-class TokenAttend:
-    """The protocol `models.attention.Attend` for tokens that come one by one, or as if they did."""
-
-    _segments: Segments
-
-    @property
-    def recurrent(self) -> Recurrence:
-        """States of the rows, which are kept.  Made anew each time, as in `Prefill`."""
-        return Recurrence(self._segments, self._states, self._keep_states)
-
-    def _states(self, place: Place) -> Tensor:
-        """Before the new tokens."""
-        raise NotImplementedError
-
-    def _keep_states(self, place: Place, state_RX: Tensor) -> None:
-        raise NotImplementedError
-
-    def sequence_lengths(self, position_T: Tensor) -> Tensor:
-        """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
-        return position_T + 1
-
-
-class Decode(TokenAttend):
+class Decode(KeepingAttend):
     """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its own completion.
 
     Who belongs to whom is written to the device once for an arrangement of rows, in one copy.  With a fixed size everything that
@@ -298,16 +291,16 @@ class Decode(TokenAttend):
         Rows behind them, up to a fixed size, write into entries of their own, which nobody reads.
         """
         self.prompt_length_P, self.entry_R, self.length_R = list(prompt_length_P), list(entry_R), list(length_R)
-        self.rows_P: list[list[int]] = [[] for _ in range(self.size[1] if self.size else len(prompt_length_P))]
-        place_R = []
-        for row, entry in enumerate(entry_R):
-            place_R.append(len(self.rows_P[entry]))
-            self.rows_P[entry].append(row)
+        self._rows = decoding.Rows(entry_R, prompt_length_P)
+        rows_P = self._rows.rows_P
+        places = {row: place for of_prompt in rows_P for place, row in enumerate(of_prompt)}
+        place_R = [places[row] for row in range(len(entry_R))]
         position_R = [prompt_length_P[entry] + length - 1 for entry, length in zip(entry_R, length_R, strict=True)]
-        rows, entries, members = self.size or (len(entry_R), len(prompt_length_P), max(map(len, self.rows_P)))
+        rows, entries, members = self.size or (len(entry_R), len(prompt_length_P), max(map(len, rows_P)))
         columns = (
             *((length_R, rows, 0), (position_R, rows, -1), (entry_R, rows, 0), (place_R, rows, 0), (prompt_length_P, entries, 1)),
-            *((of_prompt, members, 0) for of_prompt in self.rows_P),
+            *((of_prompt, members, 0) for of_prompt in rows_P),
+            ([], (entries - len(rows_P)) * members, 0),
         )
         numbers = torch.tensor([n for column, size, filler in columns for n in (*column, *[filler] * (size - len(column)))])
         if self.size is None or self._numbers is None:
@@ -317,7 +310,6 @@ class Decode(TokenAttend):
         counts = (rows, rows, rows, rows, entries, entries * members)
         self._length_R, self.position_R, self._entry_R, self._place_R, self._end_P, member_PN = self._numbers.split(counts)
         self._member_PN = member_PN.view(entries, members)
-        self._rows = decoding.Rows(self.rows_P, prompt_length_P)
         self._segments = Segments(range(len(entry_R)), [1] * len(entry_R), len(entry_R))
         self._uniform = self.size is None and len(set(length_R)) == 1
         self.longest_prompt = self.prompts.capacity[1] if self.size else self._places(max(prompt_length_P))
@@ -377,7 +369,7 @@ class Decode(TokenAttend):
         return over_both(
             query_RHD.reshape(count, shared, heads // shared, width),
             own.view(count, self.places),
-            prompt.view(len(self.rows_P), self.longest_prompt),
+            prompt.view(self._end_P.shape[0], self.longest_prompt),
             self._indices(shared),
             query,
             self._bias_of_own(reach, query_RHD.dtype),
@@ -397,23 +389,38 @@ class Decode(TokenAttend):
         return self._index[shared]
 
     def _bias_of_own(self, reach: Reach, dtype: torch.dtype) -> Tensor | None:
+        """(R, 1, 1, places): hides the places behind completions, and those that are out of reach."""
         if reach not in self._own_bias:
-            plain = self._uniform and self.places == self.longest and reach == EVERYTHING
-            span = reach.span(self.position_R)
-            self._own_bias[reach] = None if plain else own_bias(self._length_R, self.places, span, dtype)
+            bias = None
+            if not (self._uniform and self.places == self.longest and reach == EVERYTHING):
+                place_T = torch.arange(self.places, device=self.device)
+                hidden_RT = place_T[None] >= self._length_R[:, None]
+                if reach != EVERYTHING:
+                    prompt_R = self.position_R + 1 - self._length_R
+                    hidden_RT |= place_T[None] < (reach.first(self.position_R) - prompt_R)[:, None]
+                bias = bias_of(hidden_RT, dtype)[:, None, None, :]
+            self._own_bias[reach] = bias
         return self._own_bias[reach]
 
     def _bias_of_prompt(self, reach: Reach, queries: int, dtype: torch.dtype) -> Tensor | None:
+        """(P, 1, 1 or N x queries, places): hides the places behind prompts, and those that are out of reach.
+
+        queries: heads that share a key.
+        """
         if (reach, queries) not in self._prompt_bias:
-            plain = self.size is None and min(self.prompt_length_P) == self.longest_prompt and reach == EVERYTHING
-            position_PN = self.position_R[self._member_PN]
-            span = reach.span(position_PN)
-            bias = None if plain else prompt_bias(self._end_P, self.longest_prompt, position_PN, span, queries, dtype)
+            bias = None
+            if self.size is not None or min(self.prompt_length_P) < self.longest_prompt or reach != EVERYTHING:
+                place_M = torch.arange(self.longest_prompt, device=self.device)
+                hidden_PXM = (place_M[None] >= self._end_P[:, None])[:, None]
+                if reach != EVERYTHING:
+                    first_PN = torch.as_tensor(reach.first(self.position_R[self._member_PN]))
+                    hidden_PXM = (hidden_PXM | (place_M < first_PN[..., None])).repeat_interleave(queries, 1)
+                bias = bias_of(hidden_PXM, dtype)[:, None]
             self._prompt_bias[reach, queries] = bias
         return self._prompt_bias[reach, queries]
 
 
-class Extend(TokenAttend):
+class Extend(KeepingAttend):
     """Several new tokens of rows at once: their keys and values are kept, and each attends to its prompt, to what its row has kept,
     and to the new tokens before it."""
 
@@ -432,10 +439,9 @@ class Extend(TokenAttend):
         assert list(count_R) == sorted(count_R, reverse=True) and min(count_R) > 0
         self.prompts, self.own, self.first = prompts, own, first
         self.prompt_length_P, self.entry_R, self.kept_R, self.count_R = prompt_length_P, entry_R, kept_R, count_R
-        self.start_R = [sum(count_R[:r]) for r in range(len(count_R))]
+        *self.start_R, total = accumulate(count_R, initial=0)
         own.reserve(first + len(entry_R), max(kept + count for kept, count in zip(kept_R, count_R, strict=True)))
-        self._turns: list[tuple[Tensor, decoding.Rows, Tensor]] | None = None
-        self._segments = Segments(self.start_R, count_R, sum(count_R))
+        self._segments = Segments(self.start_R, count_R, total)
 
     def _states(self, place: Place) -> Tensor:
         prompt = self.prompts.states[place]
@@ -469,26 +475,21 @@ class Extend(TokenAttend):
         """Over slabs that lie block by block, one token of every row at a time; products are over the whole stream."""
         slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), prompt.slab
         out_THD = torch.empty_like(query.query_THD, memory_format=torch.contiguous_format)
-        for place_A, rows, length_A in self._one_by_one():
+        for place_A, rows, length_A in self._one_by_one:
             new, key, value = (x.index_select(0, place_A) for x in (query.query_THD, query.key_TKD, query.value_TKE))
             out_THD[place_A] = decoding.decode_attention(new, key, value, *slabs, rows, length_A, query.scale, query.reach.window)
         return out_THD
 
+    @cached_property
     def _one_by_one(self) -> list[tuple[Tensor, decoding.Rows, Tensor]]:
         """For the first, second ... new token of the rows that have one: places in the stream, who has which prompt, and own tokens
         with it."""
-        if self._turns is None:
-            self._turns = []
-            for t in range(self.count_R[0]):
-                active = sum(count > t for count in self.count_R)
-                rows_P: list[list[int]] = [[] for _ in self.prompt_length_P]
-                for row in range(active):
-                    rows_P[self.entry_R[row]].append(row)
-                places, lengths = [start + t for start in self.start_R[:active]], [kept + t + 1 for kept in self.kept_R[:active]]
-                self._turns.append(
-                    (torch.tensor(places), decoding.Rows(rows_P, self.prompt_length_P), torch.tensor(lengths, dtype=torch.int64))
-                )
-        return self._turns
+        start_R, kept_R, turns = torch.tensor(self.start_R), torch.tensor(self.kept_R), []
+        for t in range(self.count_R[0]):
+            active = sum(count > t for count in self.count_R)
+            rows = decoding.Rows(self.entry_R[:active], self.prompt_length_P)
+            turns.append((start_R[:active] + t, rows, kept_R[:active] + t + 1))
+        return turns
 
 
 def over_both(
@@ -520,30 +521,6 @@ def over_both(
     # softmax over the union: each part weighs in with its share of the sum of exponentials
     share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
     return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(count, shared * queries, -1)
-
-
-def own_bias(length_R: Tensor, places: int, span: int | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(R, 1, 1, places): hides the places behind completions, and what lies before the last `span` tokens, of all or each (R,)."""
-    place_T = torch.arange(places, device=length_R.device)
-    hidden_RT = place_T[None] >= length_R[:, None]
-    if span is not None:
-        hidden_RT |= place_T[None] < (length_R - span)[:, None]
-    return bias_of(hidden_RT, dtype)[:, None, None, :]
-
-
-def prompt_bias(
-    length_P: Tensor, places: int, position_PN: Tensor, span: int | Tensor | None, queries: int, dtype: torch.dtype
-) -> Tensor:
-    """(P, 1, 1 or N x queries, places): hides the places behind prompts, and what lies before the last `span` tokens.
-
-    position_PN: of the members' new tokens.   span: of all, or of each (P, N).   queries: heads that share a key.
-    """
-    place_M = torch.arange(places, device=length_P.device)
-    hidden_PXM = (place_M[None] >= length_P[:, None])[:, None]
-    if span is not None:
-        left_behind_PNM = place_M[None, None] <= (position_PN - span)[..., None]
-        hidden_PXM = (hidden_PXM | left_behind_PNM).repeat_interleave(queries, 1)
-    return bias_of(hidden_PXM, dtype)[:, None]
 
 
 ALIGNS = ("cuda",)
