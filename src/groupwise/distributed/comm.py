@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, groupby
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from groupwise import errors
 from groupwise.distributed.heartbeat import SILENCE, Watch, say
 from groupwise.errors import GroupwiseError, PeerError, StorageError
+from groupwise.utils.portions import portions
 
 Item = TypeVar("Item")
 
@@ -267,25 +269,13 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
         present = torch.tensor([p.grad is not None for p in plain], dtype=torch.uint8, device=plain[0].device)
         dist.all_reduce(present, op=dist.ReduceOp.MAX)
         used = [parameter for parameter, flag in zip(plain, present.tolist(), strict=True) if flag]
-        for bucket in _buckets(used):
+        buckets = (portions(alike, Tensor.numel, BUCKET_NUMBERS) for _, alike in groupby(used, lambda p: p.dtype))
+        for bucket in chain.from_iterable(buckets):
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([part.flatten() for part in parts])
             dist.all_reduce(flat)
             for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad = total.view_as(parameter)
-
-
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of the same type, up to BUCKET_NUMBERS together."""
-    bucket: list[Tensor] = []
-    for parameter in parameters:
-        full = bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET_NUMBERS
-        if bucket and (full or bucket[0].dtype != parameter.dtype):
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket
 
 
 # ---------------------------------------------------------------- processes that are not of the run

@@ -17,9 +17,8 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +39,7 @@ from groupwise.rollout.native.attention import Extend, Kept, KVCache, Prefill, w
 from groupwise.rollout.native.decode import NextToken, TokenDecode
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
 from groupwise.rollout.stopping import Stopping
+from groupwise.utils.portions import portions
 
 PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass (a longer prompt has a pass of its own): bounds the memory of its activations."""
@@ -185,7 +185,7 @@ class _Prompts:
 
     def prefill(self, pasts: Sequence[_Past], forward: RolloutForward, device: torch.device) -> None:
         """Compute them in passes of bounded length; their keys and values become entries."""
-        for batch in _passes(pasts, lambda past: past.tokens.size):
+        for batch in portions(pasts, lambda past: past.tokens.size, PREFILL_TOKENS):
             lengths = [past.tokens.size for past in batch]
             self.store.reserve(self.store.live + len(batch), max(lengths))
             tokens_T = torch.from_numpy(np.concatenate([past.tokens for past in batch])).to(device)
@@ -226,7 +226,7 @@ class _Rows:
         state of each one's last token.
         """
         hidden: dict[_Row, Tensor] = {}
-        for batch in _passes(rows, lambda row: row.missing):
+        for batch in portions(rows, lambda row: row.missing, PREFILL_TOKENS):
             first, counts = len(self.live) + len(hidden), [row.missing for row in batch]
             entries, kept = [row.past.entry for row in batch], [row.kept for row in batch]
             extend = Extend(prompts.store, self.store, first, prompts.lengths, entries, kept, counts)
@@ -468,21 +468,6 @@ class _Run:
         self.rows.leave(ended)
         self.prompts.forget_unused()
         self._arrange()
-
-
-T = TypeVar("T")
-
-
-def _passes(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Some after others, of up to `PREFILL_TOKENS` tokens together; more only of one alone."""
-    batch: list[T] = []
-    for item in items:
-        if batch and sum(map(size, batch)) + size(item) > PREFILL_TOKENS:
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
 
 
 def _hidden_of_last(

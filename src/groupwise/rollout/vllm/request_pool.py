@@ -43,6 +43,7 @@ class RequestPool:
         self._unanswered = 0
         """Short questions in a row that nobody has answered."""
         self._seen: dict[str, tuple[float, float]] = {}
+        """By server how many tokens it had computed, and since when."""
         self._done: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
 
     def __enter__(self) -> RequestPool:
@@ -93,7 +94,7 @@ class RequestPool:
             try:
                 answer = self._done.get(timeout=POLL)
             except queue.Empty:
-                silence = self._silence(self._seen)
+                silence = self._silence()
                 self._unanswered = self._unanswered + 1 if silence is not None else 0
                 if silence is not None and self._unanswered >= LOST:
                     raise silence from None
@@ -105,10 +106,10 @@ class RequestPool:
             self._left -= bool(answer[0])
             return answer
 
-    def _silence(self, seen: dict[str, tuple[float, float]]) -> PeerError | None:
+    def _silence(self) -> PeerError | None:
         """What is wrong with a server that does not answer a short question; None if all do.
 
-        seen: by server how many tokens it had computed, and since when; kept up here.  Raises PeerError for one that stands still.
+        Raises PeerError for one that stands still.
         """
         if self._alive is not None:
             self._alive()
@@ -122,9 +123,9 @@ class RequestPool:
             finally:
                 client.close()
             works = any(other.url == url for other in self._waiting) and not self._paused()
-            before, since = seen.get(url, (-1.0, 0.0))
+            before, since = self._seen.get(url, (-1.0, 0.0))
             if tokens != before or not works:
-                seen[url] = tokens, time.monotonic()
+                self._seen[url] = tokens, time.monotonic()
             elif (stands := time.monotonic() - since) > (STALLED if tokens else STARTING):
                 raise PeerError(f"{client.name} answers, but has computed nothing for {stands:.0f} s: it hangs")
         return None

@@ -22,6 +22,7 @@ from groupwise.models.saving import merged
 from groupwise.models.shape import Shape
 from groupwise.rollout.vllm.client import Client
 from groupwise.utils import threads
+from groupwise.utils.portions import portions
 
 Alive = Callable[[], None]
 """Raises if a server is known to have ended; it knows better than a broken connection what happened."""
@@ -182,24 +183,10 @@ def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> It
     """
     model = merged(policy)
     weights = revert_weight_conversion(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
-    names: list[str] = []
-    parts: list[Tensor] = []
-    held = 0
-
-    def full() -> tuple[list[str], list[list[int]], Tensor]:
+    for bucket in portions(weights.items(), lambda named: named[1].numel() * dtype.itemsize, limit):
+        names, parts = zip(*bucket, strict=True)
         flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
-        return names, [list(part.shape) for part in parts], flat.view(torch.uint8)
-
-    for name, weight in weights.items():
-        size = weight.numel() * dtype.itemsize
-        if parts and held + size > limit:
-            yield full()
-            names, parts, held = [], [], 0
-        names.append(name)
-        parts.append(weight)
-        held += size
-    if parts:
-        yield full()
+        yield list(names), [list(part.shape) for part in parts], flat.view(torch.uint8)
 
 
 def together(tasks: Sequence[Callable[[], Any]], alive: Alive | None) -> None:
