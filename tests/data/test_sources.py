@@ -85,7 +85,7 @@ def test_k8_a_path_is_never_looked_up_on_the_hub(name, monkeypatch):
 
 def test_a_missing_file_beside_others_names_them(write):
     path = write(ROWS, "train.jsonl")
-    with pytest.raises(DataError, match=r"no such file: .*trian\.jsonl \(in that folder: train\.jsonl\)"):
+    with pytest.raises(DataError, match=r"no such file '.*trian\.jsonl' \(did you mean .*train\.jsonl\?\)"):
         read_rows(path.replace("train", "trian"))
     with pytest.raises(DataError, match="is a folder"):
         read_rows(os.path.dirname(path))

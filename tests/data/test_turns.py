@@ -99,14 +99,14 @@ def shipped(name: str) -> str:
     return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def turns_of(template: str, tokenizer=None, **options) -> Turns:
+def turns_of(template: str, tokenizer=None) -> Turns:
     tokenizer = tokenizer or byte_tokenizer()
     tokenizer.add_tokens([*(token for tokens in SPECIAL.values() for token in tokens), "<|observation|>"], special_tokens=True)
     tokenizer.chat_template, tokenizer.bos_token = template, "<|begin_of_text|>"
     ends = list(ENDS)
     if "<|im_end|>" not in template and "<|eot" not in template:
         ends += ["<|user|>", "<|system|>", "<|observation|>"]
-    return Turns(tokenizer=tokenizer, eos_ids=tuple(tokenizer.convert_tokens_to_ids(ends)), **options)
+    return Turns(tokenizer=tokenizer, eos_ids=tuple(tokenizer.convert_tokens_to_ids(ends)))
 
 
 @pytest.fixture(params=[*OWN, *SHIPPED])
@@ -116,7 +116,7 @@ def named(request) -> tuple[str, Turns]:
 
 
 def render(turns: Turns, messages, gen=False) -> str:
-    (text,) = render_chats(turns.tokenizer, [Chat(messages, tools=turns.tools or [TOOL], add_generation_prompt=gen)])
+    (text,) = render_chats(turns.tokenizer, [Chat(messages, tools=[TOOL], add_generation_prompt=gen)])
     assert isinstance(text, str), text
     return text
 
@@ -256,6 +256,7 @@ def test_trap_12_parallel_results_keep_their_order(named):
 
 def test_variables_and_tools_reach_the_template():
     template = OWN["keeps"] + "{% if add_generation_prompt and quiet %}<think>\n\n</think>\n\n{% endif %}"
-    assert turns_of(template, variables={"quiet": True}).after(1, [{"role": "user", "content": "x"}]).text.endswith("</think>\n\n")
-    shown = turns_of("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{{ tools | length }}", tools=[TOOL, TOOL])
-    assert shown.after(shown.eos_ids[0], [{"role": "user", "content": "x"}]).text == "x<|im_end|>2"
+    quiet = turns_of(template).after(1, [{"role": "user", "content": "x"}], variables={"quiet": True})
+    assert quiet.text.endswith("</think>\n\n")
+    shown = turns_of("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{{ tools | length }}")
+    assert shown.after(shown.eos_ids[0], [{"role": "user", "content": "x"}], [TOOL, TOOL]).text == "x<|im_end|>2"

@@ -271,21 +271,35 @@ ROW = ("prompt", "messages", "completion", "chosen", "rejected")
 """Columns that rows are read from, whatever the reward functions ask for."""
 
 
+NO_HUB_NAMES = (*DATA_SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".arrow")
+"""Endings of files, which are never looked for on the hub."""
+
+
 def _wrong_data(path: str) -> str | None:
     """Why rows cannot come from `path`, or None."""
     if path.startswith(LIVE):
         return None
+    wrong, repository = wrong_rows(path), path.partition(":")[0]  # `owner/name:config`
+    if wrong is None and not expanded(path).exists() and _unreachable("datasets", repository):
+        return f"no such file {path!r}; {UNREACHABLE}"
+    return wrong
+
+
+def wrong_rows(path: str) -> str | None:
+    """Why there are no rows at `path`, or None: it is a file that may be read, or may be a name on the hub."""
     if wrong := _unspeakable(path):
         return wrong
-    file = expanded(path)
+    file, files = expanded(path), ", ".join(DATA_SUFFIXES)
     if file.is_dir():
-        return f"{path!r} is a folder: give one of its files ({', '.join(DATA_SUFFIXES)})"
-    if file.is_file():
-        return None if file.suffix.lower() in DATA_SUFFIXES else f"{path!r} is none of {', '.join(DATA_SUFFIXES)}"
-    repository = path.partition(":")[0]  # `owner/name:config`
-    if file.suffix in DATA_SUFFIXES or _means_local(repository):
+        return f"{path!r} is a folder: give one of its files ({files})"
+    if file.exists():
+        suffix = file.suffix.lower()
+        return (
+            None if suffix in DATA_SUFFIXES else f"{path}: cannot read {suffix or 'a file without suffix'}: convert it to {files}"
+        )
+    if file.suffix.lower() in NO_HUB_NAMES or _means_local(path.partition(":")[0]):
         return f"no such file {path!r}{near_path(file)}"
-    return f"no such file {path!r}; {UNREACHABLE}" if _unreachable("datasets", repository) else None
+    return None
 
 
 def _wrong_template(template: str, *, constant: bool = False) -> str | None:

@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from groupwise.config.live_objects import LIVE, Live, missing, short_digest
-from groupwise.config.settings import DATA_SUFFIXES
-from groupwise.config.validation import ROW
+from groupwise.config.validation import ROW, wrong_rows
 from groupwise.errors import DataError
 from groupwise.utils.files import digest, expanded
 from groupwise.utils.spelling import counted
@@ -29,7 +28,6 @@ Other = TypeVar("Other")
 
 MAX_DEPTH = 100
 """Lists and objects inside one another in a row; Python's own functions fail beyond some hundreds."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 
 UNREADABLE = "that cannot be read"
@@ -254,19 +252,14 @@ def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> Sour
         return path.value
     if path.startswith(LIVE):
         raise missing(path, "data.path")
+    if wrong := wrong_rows(path):
+        raise DataError(wrong)
     file = expanded(path)
-    if file.is_dir():
-        raise DataError(f"{path} is a folder: give one of its files ({', '.join(DATA_SUFFIXES)})")
     if not file.exists():
-        if _looks_like_a_path(path):
-            raise DataError(f"no such file: {path}{_neighbours(file)}")
         return _read_hub(path, split)
-    suffix = file.suffix.lower()
-    if suffix not in DATA_SUFFIXES:
-        raise DataError(f"{path}: cannot read {suffix or 'a file without suffix'}: convert it to {', '.join(DATA_SUFFIXES)}")
     if file.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes)")
-    rows = READERS[suffix](file, path)
+    rows = READERS[file.suffix.lower()](file, path)
     if rows.left_out and not lenient:
         raise DataError(rows.left_out[0].where)
     if not rows:
@@ -346,20 +339,6 @@ def kind_of(value: object) -> str:
         return named
     shown = escaped(repr(value))
     return f"{named}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
-
-
-def _looks_like_a_path(name: str) -> bool:
-    if name.lower().endswith((*DATA_SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".arrow")) or not _HUB_NAME.fullmatch(name):
-        return True
-    return "/" in name and Path(name).parent.is_dir()
-
-
-def _neighbours(file: Path) -> str:
-    """A hint: files of the same folder, or the first folder of the path that is missing."""
-    if not file.parent.is_dir():
-        return f" (the folder {file.parent} does not exist either; relative paths start at {Path.cwd()})"
-    near = sorted(other.name for other in file.parent.iterdir() if other.suffix.lower() in DATA_SUFFIXES)
-    return f" (in that folder: {', '.join(near[:5])})" if near else ""
 
 
 def _read_jsonl(file: Path, name: str) -> SourceRows:
@@ -506,7 +485,7 @@ def fingerprint(path: str, split: str = "train") -> dict[str, Any]:
     Raises DataError, OSError.
     """
     file = expanded(path)
-    if file.exists() or _looks_like_a_path(path):
+    if file.exists() or wrong_rows(path):
         return {"size": file.stat().st_size, "xxh3_128": digest(file)}
     return {"fingerprint": str(_load_hub(path, split)._fingerprint)}
 

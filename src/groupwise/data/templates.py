@@ -646,16 +646,7 @@ def _is_text(answer: Messages) -> bool:
 def _texts_of(value: object) -> list[str]:
     """Every string inside of a value, keys too."""
     texts: list[str] = []
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            texts.append(value)
-        elif isinstance(value, Mapping):
-            for key, inner in list(value.items())[::-1]:
-                waiting += (key,) if _is_name(key, inner) else (inner, key)
-        elif isinstance(value, list | tuple):
-            waiting += reversed(value)
+    _map_texts(value, lambda text: texts.append(text) or text)
     return texts
 
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from groupwise.data.rendering import Chat, Refusal, render_chats
-from groupwise.data.templates import MARK, OPEN, Template, unmarked
+from groupwise.data.templates import MARK, OPEN, Schemas, Template, unmarked
 from groupwise.errors import DataError
 from groupwise.utils.terminal import escaped
 
@@ -84,13 +85,15 @@ class Turns:
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
     """Ids that end a completion."""
-    tools: Sequence[Mapping[str, Any]] | None = None
-    """JSON schemas that the template shows to the model."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the template."""
 
-    def after(self, last: int, messages: Sequence[Mapping[str, Any]]) -> Suffix:
-        """What follows a completion whose last id is `last`.
+    def after(
+        self,
+        last: int,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Schemas | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Suffix:
+        """What follows a completion whose last id is `last`.   tools, variables: as of `Chat`.
 
         messages: everything that the world says before the policy continues, in order: the results of all calls of the turn
         (`role: tool`, with `name` and `tool_call_id` where the template shows them), then messages of the user, if any.  Text of
@@ -101,7 +104,7 @@ class Turns:
             raise DataError("a turn cannot follow without a message: give the tool's result or the user's next message")
         template = self._template
         shown = [template.shielded(message) for message in messages]
-        end, rest = self._split(shown)
+        end, rest = self._split(shown, tools, variables)
         end_id = self._id_of(end)
         closed = last in self.eos_ids or last == end_id
         text = rest if closed else end + rest
@@ -130,7 +133,7 @@ class Turns:
     def _template(self) -> Template:
         return Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
 
-    def _split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    def _split(self, messages: Sequence[Mapping[str, Any]], tools: Schemas | None, variables: Mapping[str, Any]) -> tuple[str, str]:
         """The text of the token that ends the assistant's turn before `messages`, and what stands behind it.
 
         The former is empty where the template writes no such token.
@@ -144,8 +147,8 @@ class Turns:
             dummies = [{"role": "assistant", "content": mark}]
         refused: Refusal | None = None
         for dummy in dummies:
-            calls = "tool_calls" in dummy
-            chats = [self._chat([QUESTION, dummy], tools=calls), self._chat([QUESTION, dummy, *messages], tools=calls, gen=True)]
+            shown = tools or ([TOOL] if "tool_calls" in dummy else None)
+            chats = [_chat([QUESTION, dummy], shown, variables), _chat([QUESTION, dummy, *messages], shown, variables, gen=True)]
             alone, followed = render_chats(self.tokenizer, chats)
             if isinstance(alone, Refusal) or isinstance(followed, Refusal):
                 refused = refused or (followed if isinstance(followed, Refusal) else alone if isinstance(alone, Refusal) else None)
@@ -163,16 +166,15 @@ class Turns:
         return "", followed.removeprefix(alone) if alone.strip() else followed
 
     def _prove(self, case: str, spoken: dict[str, Any], answer: dict[str, Any], *, reasoning: bool = False) -> Proof:
-        calls = "tool_calls" in spoken
+        tools = [TOOL] if "tool_calls" in spoken else None
         if reasoning:
-            spoken = self._with_reasoning(spoken)
+            spoken = self._with_reasoning(spoken, tools)
         for arguments in (False, True):
             written = _calls_as_text(spoken) if arguments else spoken
-            stages = [self._chat([QUESTION], tools=calls, gen=True), self._chat([QUESTION, written], tools=calls)]
-            stages.append(self._chat([QUESTION, written, answer], tools=calls, gen=True))
-            texts = render_chats(self.tokenizer, stages)
+            stages = [_chat([QUESTION], tools, gen=True), _chat([QUESTION, written], tools)]
+            texts = render_chats(self.tokenizer, [*stages, _chat([QUESTION, written, answer], tools, gen=True)])
             refused = next((one for one in texts if isinstance(one, Refusal)), None)
-            if refused is None or not calls:
+            if refused is None or not tools:
                 break
         if refused is not None:
             return Proof(case, "refuses", refused.why)
@@ -183,7 +185,7 @@ class Turns:
             return Proof(
                 case, "rewrites", f"an answered turn begins otherwise than its prompt ends: {_difference(prompt, answered)}"
             )
-        end, rest = self._split([answer])
+        end, rest = self._split([answer], None, {})
         place = answered.rindex(MARK) + len(MARK)
         end_mark = self._control_from(answered, place)
         stream = answered[: end_mark.end()] if end_mark is not None else answered + end
@@ -191,18 +193,13 @@ class Turns:
             return Proof(case, "append")
         return Proof(case, "rewrites", _difference(stream + rest, whole))
 
-    def _with_reasoning(self, spoken: dict[str, Any]) -> dict[str, Any]:
+    def _with_reasoning(self, spoken: dict[str, Any], tools: Schemas | None) -> dict[str, Any]:
         """The same with reasoning, in the message's own field where the template shows it, else as a think block in its text."""
         named = {**spoken, "reasoning_content": REASONING}
-        (shown,) = render_chats(self.tokenizer, [self._chat([QUESTION, named], tools="tool_calls" in spoken)])
+        (shown,) = render_chats(self.tokenizer, [_chat([QUESTION, named], tools)])
         if isinstance(shown, str) and REASONING in shown:
             return named
         return {**spoken, "content": f"<think>\n{REASONING}\n</think>\n\n{spoken['content']}"}
-
-    def _chat(self, messages: Sequence[Mapping[str, Any]], *, tools: bool, gen: bool = False) -> Chat:
-        """A conversation in which the assistant does or does not call tools."""
-        shown = self.tools or ([TOOL] if tools else None)
-        return Chat(messages, "the next turn", add_generation_prompt=gen, tools=shown, variables=self.variables)
 
     def _control_from(self, text: str, place: int = 0) -> re.Match[str] | None:
         """The first control token of the template from a place on; those that messages bring stand between marks."""
@@ -212,6 +209,16 @@ class Turns:
     def _id_of(self, token: str) -> int | None:
         number = self.tokenizer.convert_tokens_to_ids(token) if token else None
         return number if isinstance(number, int) else None
+
+
+def _chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Schemas | None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    gen: bool = False,
+) -> Chat:
+    return Chat(messages, "the next turn", add_generation_prompt=gen, tools=tools, variables=variables)
 
 
 def _calling(names: Sequence[str], arguments: Mapping[str, Any], as_text: bool = False) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -26,9 +25,6 @@ from groupwise.records import Finish, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SETTINGS = 64
-"""Sets of tools whose turns are kept at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ class ChatCodec:
         self.template = Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
         """What is `shielded` by it is never more than text."""
         self._lock = threading.RLock()
-        self._turns: OrderedDict[str, Turns] = OrderedDict()
+        self._turns = Turns(tokenizer=self.tokenizer, eos_ids=self.eos_ids)
 
     def written(self, messages: Sequence[Mapping[str, Any]], tools: Schemas | None, variables: Mapping[str, Any]) -> str:
         """A conversation as the template writes it, up to where the assistant starts or continues, with marks around what is text.
@@ -87,14 +83,8 @@ class ChatCodec:
         self, last: int, messages: Sequence[Mapping[str, Any]], tools: Schemas | None, variables: Mapping[str, Any]
     ) -> Suffix:
         """What stands behind a turn whose last id is `last`.  Raises DataError where the template has no suffix."""
-        key = json.dumps([tools, variables], sort_keys=True, default=str)
         with self._lock:
-            if key not in self._turns:
-                variables = {**self.variables, **variables}
-                self._turns[key] = Turns(tokenizer=self.tokenizer, eos_ids=self.eos_ids, tools=tools, variables=variables)
-                if len(self._turns) > SETTINGS:
-                    self._turns.popitem(last=False)
-            return self._turns[key].after(last, messages)
+            return self._turns.after(last, messages, tools, {**self.variables, **variables})
 
     def decode(self, tokens: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
         """Text of ids.  special: with that of special tokens."""

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import ConfigError, EnvironmentFailure
-from groupwise.rewards.user_functions import asynchronous, find_named
+from groupwise.rewards.user_functions import asynchronous
+from groupwise.utils.imports import imported
 from groupwise.utils.process_main import described
 
 RESERVED = ("reset", "step", "close", "get_reward")
@@ -249,10 +250,13 @@ class Instances:
         self, tools: Sequence[str], factories: Mapping[str, str], args: Mapping[str, Any], objects: Mapping[str, Any] | None = None
     ) -> None:
         """objects: functions and classes that are not found by name.   Raises ConfigError."""
-        known = dict(objects or {})
         self._args = dict(args)
-        self.functions = {spec.rpartition(":")[2]: find_named(spec, "tool", known) for spec in tools}
-        self.factories = {name: find_named(spec, "environment", known) for name, spec in factories.items()}
+
+        def behind(spec: str, kind: str) -> Any:
+            return objects[spec] if objects and spec in objects else imported(f"{kind} {spec!r}", spec, callable_only=True)
+
+        self.functions = {spec.rpartition(":")[2]: behind(spec, "tool") for spec in tools}
+        self.factories = {name: behind(spec, "environment") for name, spec in factories.items()}
 
     def make(self, name: str) -> Instance:
         """Of one environment; of tools alone if there is none of that name."""

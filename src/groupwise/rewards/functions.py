@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.trainer_state import RUN_PARAMETERS, Notes, TrainerState
-from groupwise.rewards.user_functions import Reward, find_named, read_signature
+from groupwise.rewards.user_functions import Reward, read_signature
+from groupwise.utils.imports import imported
 from groupwise.utils.process_main import described
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ class Functions:
     def find(self, spec: str) -> Any:
         """The function behind a name.  Raises ConfigError."""
         if spec not in self._functions:
-            self._functions[spec] = find_named(spec, "reward function") if ":" in spec else _builtin(spec)
+            what = f"reward function {spec!r}"
+            self._functions[spec] = imported(what, spec, callable_only=True) if ":" in spec else _builtin(spec)
         return self._functions[spec]
 
     def answer(self, what: str, *request: Any) -> Any:

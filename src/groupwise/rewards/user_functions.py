@@ -11,13 +11,11 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.step_rewards import ProcessReward, checked_steps
 from groupwise.rewards.trainer_state import RUN_PARAMETERS
-from groupwise.utils.imports import imported
 
 OFFERED = (
     "prompts",
@@ -138,18 +136,6 @@ class Reward:
     def checked(self, values: Any, labels: Sequence[str]) -> list[Any]:
         """What the function returned for these completions: numbers, or steps of a process reward.  Raises RewardError."""
         return (checked_steps if self.signature.process else checked)(self.name, values, labels)
-
-
-def find_named(spec: str, kind: str, objects: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
-    """What is behind `module:name` or `path/to/file.py:name`.   kind: what it is called in messages.
-
-    objects: what specs name that stand for no file.
-    Modules are those that are installed, or lie in the working directory; files must lie in the working directory (a recipe from
-    elsewhere cannot name code from anywhere).  Raises ConfigError.
-    """
-    if spec in objects:
-        return objects[spec]
-    return imported(f"{kind} {spec!r}", spec, callable_only=True)
 
 
 def read_signature(

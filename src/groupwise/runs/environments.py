@@ -27,8 +27,8 @@ from groupwise.environments.tool_episodes import ToolWorld
 from groupwise.environments.verifiers import VerifiersHarness
 from groupwise.models.loading import Blueprint
 from groupwise.records import Sampling
-from groupwise.rewards.user_functions import find_named
 from groupwise.runs.plan import Lines
+from groupwise.utils.imports import imported
 from groupwise.utils.secrets import TOKEN, redacted_command
 
 OPENENV = "groupwise.environments.openenv:OpenEnv"
@@ -133,7 +133,7 @@ def _harness(settings: EnvironmentSettings) -> Harness:
     elif named.startswith(LIVE):
         raise missing(named, "environment.harness")
     else:
-        function = find_named(named, "harness")
+        function = imported(f"harness {named!r}", named, callable_only=True)
     return FunctionHarness(functools.partial(function, **settings.args) if settings.args else function)
 
 
