@@ -32,7 +32,8 @@ from groupwise.config.trl import FATES, STEPS, TABLE
 from groupwise.models.shape import Shape
 from groupwise.proof.passes import MANY
 from groupwise.proof.texts import ACROSS, FULL, LARGE
-from groupwise.rewards.registry import BUILTINS, MAKERS
+from groupwise.rewards.model import model_reward
+from groupwise.rewards.registry import BUILTINS, MODEL
 from groupwise.runs.plan import Load, prepared_weights, process_memory
 from groupwise.training.metric_table import FLAGGED, METRICS
 
@@ -231,7 +232,7 @@ def trl_table() -> str:
 def rewards_table() -> str:
     """The built-in reward functions."""
     lines = ["| name | arguments | what it gives |", "|---|---|---|"]
-    for name, function in {**BUILTINS, **MAKERS}.items():
+    for name, function in {**BUILTINS, MODEL: model_reward}.items():
         keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         given = ", ".join(f"`{p.name}`" if p.default is p.empty else f"`{p.name}={p.default!r}`" for p in keywords)
         lines.append(f"| `{name}` | {cell(given)} | {cell(first_paragraph(function))} |")

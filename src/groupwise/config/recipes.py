@@ -31,6 +31,7 @@ from groupwise.errors import ConfigError, GroupwiseError, Problems
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import REDACTED, redacted
 from groupwise.utils.spelling import closest
+from groupwise.utils.terminal import half_character
 
 NEUTRAL = ("save.", "parallel.", "runs", "name", "threads")
 """Keys that may change when a run is resumed: they do not say what is computed."""
@@ -268,12 +269,8 @@ def _valid(document: Document, problems: list[Problem]) -> Recipe:
 
     JSON's strict mode: a list is a tuple and a mapping a section, but no number is made from text or from true.
     """
-    try:
-        json.dumps(document.values, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"half of a character, {error.object[error.start]!a}, stands alone in the recipe: mend the text"
-        ) from None
+    if half := half_character(document.values):
+        raise ConfigError(f"half of a character, {half}, stands alone in the recipe: mend the text")
     try:
         return _adapter().validate_json(json.dumps([document.values]), strict=True)[0]
     except ValidationError as error:

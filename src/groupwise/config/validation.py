@@ -293,10 +293,8 @@ def wrong_rows(path: str) -> str | None:
     if file.is_dir():
         return f"{path!r} is a folder: give one of its files ({files})"
     if file.exists():
-        suffix = file.suffix.lower()
-        return (
-            None if suffix in DATA_SUFFIXES else f"{path}: cannot read {suffix or 'a file without suffix'}: convert it to {files}"
-        )
+        kind = file.suffix.lower() or "a file without suffix"
+        return None if kind in DATA_SUFFIXES else f"{path}: cannot read {kind}: convert it to {files}"
     if file.suffix.lower() in NO_HUB_NAMES or _means_local(path.partition(":")[0]):
         return f"no such file {path!r}{near_path(file)}"
     return None

@@ -20,7 +20,7 @@ from groupwise.config.validation import ROW, wrong_rows
 from groupwise.errors import DataError
 from groupwise.utils.files import digest, expanded
 from groupwise.utils.spelling import counted
-from groupwise.utils.terminal import escaped
+from groupwise.utils.terminal import escaped, half_character
 
 Row = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -378,8 +378,8 @@ def _check_row(row: object, *, nested: bool, halves: bool) -> None:
         raise DataError(f"a row is a JSON object, this is {_kind(row)}")
     if nested and too_deep(row):
         raise _too_deep()
-    if halves:
-        _refuse_lone_surrogates(row)
+    if halves and (half := half_character(row)):
+        raise DataError(f"half of a character, {half}, stands alone: mend the text, for example by removing it")
 
 
 def too_deep(value: object) -> bool:
@@ -419,15 +419,6 @@ def _decode(data: bytes) -> str:
 
 _HALF = re.compile(r"\\u[dD]")
 """In JSON: what may be half of a character."""
-
-
-def _refuse_lone_surrogates(row: object) -> None:
-    r"""JSON can escape half of a character (`\ud83d` alone): Python reads it, but no tokenizer or file can hold it."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise DataError(f"half of a character, {half}, stands alone: mend the text, for example by removing it") from None
 
 
 def _read_json(file: Path, name: str) -> SourceRows:

@@ -42,7 +42,7 @@ from groupwise.environments.requests import (
 )
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.utils.http import Handler, Server, is_loopback
-from groupwise.utils.terminal import logger
+from groupwise.utils.terminal import half_character, logger
 
 if TYPE_CHECKING:
     from groupwise.environments.harness_episodes import HarnessEpisode
@@ -188,12 +188,8 @@ class _EndpointHandler(Handler):
             raise Refused(f"the body is not JSON: {error}") from None
         if not isinstance(body, Mapping):
             raise Refused("the body must be a JSON object")
-        if b"\\u" in data:
-            try:
-                json.dumps(body, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                half = error.object[error.start]
-                raise Refused(f"the body cannot be read: {half!a} is half of a character") from None
+        if b"\\u" in data and (half := half_character(body)):
+            raise Refused(f"the body cannot be read: {half} is half of a character")
         return body
 
     # ---- routes --------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 from groupwise.environments.schemas import is_kind, kinds_of
 from groupwise.errors import ConfigError
+from groupwise.utils.terminal import half_character
 
 CallForm = Literal["json", "xml", "bare", "channels"]
 
@@ -335,11 +336,9 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins at `start`, and where it ends.  Raises _NotACall."""
     try:
         value, end = _DECODER.raw_decode(text, start)
-        if "\\u" in text[start:end]:
-            json.dumps(value, ensure_ascii=False).encode()
-        return value, end
-    except UnicodeEncodeError as error:  # nothing could record it
-        why = f"cannot be read: {error.object[error.start]!a} is half of a character"
+        if "\\u" not in text[start:end] or (half := half_character(value)) is None:
+            return value, end
+        why = f"cannot be read: {half} is half of a character"  # nothing could record it
     except json.JSONDecodeError as error:
         why = f"is not JSON: {error.msg} at character {error.pos - start}"
     except RecursionError:

@@ -24,11 +24,11 @@ from groupwise.utils.spelling import nearest
 GOLD_COLUMNS = ("answer", "solution")
 """Where `gold` is taken from: the first of these that the data have, or the column that `args: {column: ...}` names."""
 
-MAKERS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType({"model": model_reward})
-"""Built-ins that are made once from a recipe's `args` and the policy's tokenizer, and then called like anybody's function."""
+MODEL = "model"
+"""The built-in that is made once from a recipe's `args` and the policy's tokenizer, and then called like anybody's function."""
 
 BUILTINS: Mapping[str, Callable[..., list[Any]]] = MappingProxyType(
-    {name: getattr(import_module(f"groupwise.rewards.{module}"), name) for name, module in REWARDS.items() if name not in MAKERS}
+    {name: getattr(import_module(f"groupwise.rewards.{module}"), name) for name, module in REWARDS.items() if name != MODEL}
 )
 
 
@@ -38,14 +38,14 @@ def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: 
     Raises ConfigError for bad arguments or a column that the data lack.
     """
     name, arguments, gold = settings.name or settings.function, dict(settings.args), None
-    if settings.function in MAKERS:
-        function, arguments = _made(settings, name, tokenizer), {}
+    model = settings.function == MODEL
+    if model:
+        function, arguments = _model(settings, name, tokenizer), {}
     else:
         function = builtin_function(settings.function)
         gold = _gold_column(name, function, arguments, columns)
     signature = read_signature(function, name, arguments, columns, gold)
     inner = function.function if isinstance(function, ProcessReward) else function
-    model = settings.function in MAKERS
     if not model:
         inner(**{ask: [] for ask in signature.asks}, **arguments)  # refuses bad arguments now
     return Reward(
@@ -61,27 +61,24 @@ def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: 
     )
 
 
-def _made(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
-    maker = MAKERS[settings.function]
-    known = {p.name: p for p in inspect.signature(maker).parameters.values() if p.kind is p.KEYWORD_ONLY}
+def _model(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
+    known = [p.name for p in inspect.signature(model_reward).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for key in settings.args:
         if key not in known:
             raise ConfigError(f"the reward {name!r} has no argument {key!r}; it takes: {listed(known)}")
-    for key, parameter in known.items():
-        if parameter.default is parameter.empty and key not in settings.args:
-            raise ConfigError(f"the reward {name!r} needs args: {{{key}: ...}}")
+    if "path" not in settings.args:
+        raise ConfigError(f"the reward {name!r} needs args: {{path: ...}}")
     if settings.timeout is not None:
         raise ConfigError(f"the reward {name!r} runs in this process, beside the policy, and cannot be stopped: leave timeout out")
-    return maker(tokenizer, **settings.args)
+    return model_reward(tokenizer, **settings.args)
 
 
 def builtin_function(name: str) -> Callable[..., Any]:
     """The function behind `accuracy`.  Raises ConfigError."""
     if name in BUILTINS:
         return BUILTINS[name]
-    named = [*BUILTINS, *MAKERS]
-    near = nearest(name, named)
-    hint = f"did you mean {near!r}?" if near is not None else f"built-in: {', '.join(named)}; your own: module:function"
+    near = nearest(name, REWARDS)
+    hint = f"did you mean {near!r}?" if near is not None else f"built-in: {', '.join(REWARDS)}; your own: module:function"
     raise ConfigError(f"there is no reward function {name!r}; {hint}")
 
 

@@ -29,7 +29,7 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
-from groupwise.rewards.registry import MAKERS
+from groupwise.rewards.registry import MODEL
 from groupwise.runs.folder import FINAL, model_digest
 from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.runs.run_files import RunFiles
@@ -79,7 +79,7 @@ def _named(recipe: Recipe) -> Iterator[tuple[str, str, Callable[[], dict[str, An
         if isinstance(source, str) and not isinstance(source, Live):
             yield key, source, partial(fingerprint, source, split)
     models = {"model": recipe.model.path, "critic": recipe.critic.path, "teacher": recipe.teacher.path}
-    scorers = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function in MAKERS}
+    scorers = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function == MODEL}
     models |= {f"rewards.{place}.args": reward.args.get("path") for place, reward in scorers.items()}
     for key, path in models.items():
         if isinstance(path, str) and not isinstance(path, Live):

@@ -26,7 +26,7 @@ from groupwise.models.shape import Shape
 from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chunk_rows
 from groupwise.rewards.model import POSITIONS
-from groupwise.rewards.registry import MAKERS
+from groupwise.rewards.registry import MODEL
 from groupwise.runs.policies import largest_model, parameter_count, shape_of, weightless
 from groupwise.utils.spelling import counted
 
@@ -416,7 +416,7 @@ def _other_models(recipe: Recipe, algorithm: Algorithm, shape: Shape, scorers: S
     """
     total = sum(scoring_memory(shape_of(one), POSITIONS) for one in scorers)
     for reward in recipe.rewards:
-        if reward.function in MAKERS:
+        if reward.function == MODEL:
             other = shape_of(_blueprint_at(str(reward.args.get("path"))), str(reward.args.get("dtype", "float32")))
             total += scoring_memory(other, int(reward.args.get("tokens_per_microbatch", POSITIONS)))
     critic, teacher = recipe.critic.path, recipe.teacher

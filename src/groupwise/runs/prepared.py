@@ -33,7 +33,7 @@ from groupwise.errors import ConfigError, DataError, Findings
 from groupwise.models.loading import Blueprint, context_length
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
-from groupwise.rewards.registry import GOLD_COLUMNS, MAKERS
+from groupwise.rewards.registry import GOLD_COLUMNS, MODEL
 from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs.engines import (
     sampled_elsewhere,
@@ -284,7 +284,7 @@ def _try_rewards(recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Bluepr
             ours = {theirs: ours for ours, theirs in recipe.data.columns.items()}
             names = dict.fromkeys(str(name) for row in read_rows(recipe.data.path, recipe.data.split) for name in row)
             columns = [ours.get(name, name) for name in names]
-    functions = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function not in MAKERS}
+    functions = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function != MODEL}
     if not functions:
         return
     further = Findings()

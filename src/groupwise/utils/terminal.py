@@ -34,6 +34,21 @@ def escaped(text: str, keep: str = "\n") -> str:
     return text if text.isascii() and text.isprintable() else "".join(map(shown, text))
 
 
+def half_character(value: Any) -> str | None:
+    r"""The first half of a character that stands alone in plain values, as an escape; None: none does.
+
+    JSON can escape one, and Python reads it, but no tokenizer and no file can hold it.
+
+    >>> half_character({"a": ["\ud83d!"]}), half_character("\u00e9")
+    ("'\\ud83d'", None)
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return ascii(error.object[error.start])
+    return None
+
+
 _BARE = re.compile(
     "[\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
