@@ -31,7 +31,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """List, tell, show, copy or translate."""
-    from groupwise.config.bundled import bundled_recipes, find_recipe, first_sentence, header
+    from groupwise.config.bundled import bundled_recipes, find_recipe, header
+    from groupwise.config.schema import first_sentence
 
     bundled = bundled_recipes()
     if options.action == "list":

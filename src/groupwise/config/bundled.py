@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -44,12 +43,3 @@ def header(path: str | Path) -> str:
             break
         lines.append(line.removeprefix("#").removeprefix(" "))
     return "\n".join(lines).strip()
-
-
-def first_sentence(text: str) -> str:
-    """A header's first sentence in one line; two spaces or a line's end stand behind it.
-
-    >>> first_sentence("Sums with a model of 0.4M\\nparameters.  Two minutes.\\nResults: docs/recipes.md.")
-    'Sums with a model of 0.4M parameters.'
-    """
-    return re.split(r"(?<=\.)(?:  |\n)", text, maxsplit=1)[0].replace("\n", " ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -256,9 +257,12 @@ def suggestion(key: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """For one line of a list."""
-    end = text.find(". ")
-    return text if end < 0 else text[: end + 1]
+    """For one line of a list.
+
+    >>> first_sentence("Sums with a model of 0.4M\\nparameters.  Two minutes.")
+    'Sums with a model of 0.4M parameters.'
+    """
+    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0].replace("\n", " ")
 
 
 def show(value: Any) -> str:

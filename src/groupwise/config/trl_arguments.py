@@ -211,19 +211,14 @@ class Configuration:
         """An argument's value: what the user wrote, else the object's value, else TRL's default."""
         return self.arguments[name] if name in self.arguments else self.values.get(name, self.default(name))
 
-    def number(self, name: str, least: float = -math.inf, null: float | None = None) -> float:
+    def number(self, name: str, least: float = -math.inf, null: float | None = None, kind: type = float) -> Any:
         """An argument's value as a number.   null: what null means; None: it is refused."""
         value = self.get(name)
-        if value is None and null is not None:
-            return null
-        return self.made(name, float, value, least)
+        return null if value is None and null is not None else self.made(name, kind, value, least)
 
     def whole(self, name: str, least: int = 0, null: int | None = None) -> int:
         """An argument's value as a whole number."""
-        value = self.get(name)
-        if value is None and null is not None:
-            return null
-        return self.made(name, int, value, least)
+        return self.number(name, least, null, int)
 
     def made(self, name: str, kind: Callable[[Any], Any], value: Any, least: float = -math.inf) -> Any:
         """A value as `kind` makes it.  Raises ConfigError for a value of another type than TRL has there."""

@@ -138,6 +138,14 @@ def calls_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [call["function"] if isinstance(call.get("function"), Mapping) else call for call in calls]
 
 
+def from_json(value: Any) -> Any:
+    """What a JSON text stands for; a text that is none, and any other value, as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
 def with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> Sequence[Mapping[str, Any]]:
     """The same messages; the arguments of calls are JSON text, or what the text stands for."""
 
@@ -149,13 +157,8 @@ def with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> S
         arguments = call.get("arguments")
         if as_text and isinstance(arguments, Mapping):
             return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        if not as_text and isinstance(arguments, str):
-            try:
-                read = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return call
-            return {**call, "arguments": read} if isinstance(read, dict) and not too_deep(read) else call
-        return call
+        read = from_json(arguments)
+        return {**call, "arguments": read} if not as_text and isinstance(read, dict) and not too_deep(read) else call
 
     return [
         {**one, "tool_calls": [converted(call) for call in one["tool_calls"]]} if one.get("tool_calls") else one for one in messages
@@ -187,12 +190,7 @@ def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     >>> tools_in({"tools": '[{"name": "now"}]'}), tools_in({"tools": None}), tools_in({"tools": ["now"]})
     ([{'name': 'now'}], [], None)
     """
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            return None
+    tools = from_json(row.get("tools"))
     if not tools:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools) or too_deep(tools):
@@ -208,10 +206,7 @@ def variables_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     >>> variables_in({"chat_template_kwargs": '{"enable_thinking": false}'}, "row 1"), variables_in({}, "row 1")
     ({'enable_thinking': False}, {})
     """
-    variables = row.get(VARIABLES)
-    if isinstance(variables, str) and variables.strip():
-        with suppress(ValueError, RecursionError):
-            variables = json.loads(variables)
+    variables = from_json(row.get(VARIABLES))
     if not variables:
         return {}
     if not isinstance(variables, Mapping) or too_deep(variables):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -44,9 +44,21 @@ class PairForm:
     """One way in which preferences are written."""
 
     columns: tuple[str, ...]
-    """What it needs, the prompt aside."""
-    read: Callable[[SourceRows, Wording], Pairs]
-    """(rows, how their prompts are worded) -> pairs."""
+    """What it needs, the prompt aside where that may have several names."""
+    read: Callable[[Row, str, Wording], Row | LeftOut] | None = None
+    """(row, where it is, how its prompt is worded) -> its pair."""
+    join: Callable[[SourceRows, Wording], Pairs] | None = None
+    """Instead, where a pair stands in several rows: (rows, how their prompts are worded) -> pairs."""
+
+    def pairs(self, rows: SourceRows, wording: Wording) -> Pairs:
+        """The pairs of a source."""
+        if self.join is not None:
+            yield from self.join(rows, wording)
+            return
+        assert self.read is not None
+        for i, row in enumerate(rows):
+            absent = next((column for column in self.columns if column not in row), None)
+            yield i, LeftOut(f"without {absent}", rows.where(i)) if absent else self.read(row, rows.where(i), wording)
 
 
 def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
@@ -62,7 +74,7 @@ def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
     if form is FORMS[0] and wording.format is None and columns.isdisjoint(ASKED_IN) and not _holds_its_prompt(rows):
         raise DataError(missing_column("prompt", rows[0], rows.where(0)))
     places, pairs, left_out = [], [], list(rows.left_out)
-    for place, pair in form.read(rows, wording):
+    for place, pair in form.pairs(rows, wording):
         if not isinstance(pair, LeftOut):
             try:
                 pair = _shared(pair, rows.where(place), wording)
@@ -81,7 +93,7 @@ def _form_of(rows: SourceRows, columns: set[str]) -> PairForm:
     for form in FORMS:
         if columns.issuperset(form.columns):
             return form
-    nearest = max(FORMS, key=lambda form: sum(column in columns for column in form.columns))
+    nearest = max(FORMS, key=lambda form: sum(column in columns for column in form.columns) / len(form.columns))
     absent = next(column for column in nearest.columns if column not in columns)
     raise DataError(missing_column(absent, rows[0], rows.where(0)))
 
@@ -92,18 +104,6 @@ def _holds_its_prompt(rows: SourceRows) -> bool:
 
 
 # ---- one row, one pair -------------------------------------------------------------------------------------------------------
-
-
-def _each(read: Callable[[Row, str, Wording], Row | LeftOut], columns: Sequence[str]) -> Callable[[SourceRows, Wording], Pairs]:
-    def of(rows: SourceRows, wording: Wording) -> Iterator[tuple[int, Row | LeftOut]]:
-        for i, row in enumerate(rows):
-            absent = next((column for column in columns if column not in row), None)
-            if absent is not None:
-                yield i, LeftOut(f"without {absent}", rows.where(i))
-            else:
-                yield i, read(row, rows.where(i), wording)
-
-    return of
 
 
 def _chosen_and_rejected(row: Row, where: str, wording: Wording) -> Row | LeftOut:
@@ -288,14 +288,14 @@ def _prompt_column(row: Row, wording: Wording) -> Row:
     return {"prompt": _with_turns(row["prompt"], wording.chat)} if "prompt" in row else {}
 
 
-_HELPSTEER2 = ("response_1", "response_2", "preference_strength")
-_HELPSTEER3 = ("context", "response1", "response2", "overall_preference")
+_HELPSTEER2 = ("response_1", "response_2", "preference_strength", "prompt")
+_HELPSTEER3 = ("response1", "response2", "overall_preference", "context")
 FORMS = (
-    PairForm(("chosen", "rejected"), _each(_chosen_and_rejected, ("chosen", "rejected"))),
-    PairForm(("completions",), _each(_ultrafeedback, ("completions",))),
-    PairForm(_HELPSTEER3, _each(_by_sign("response1", "response2", "overall_preference", "context"), _HELPSTEER3)),
-    PairForm(_HELPSTEER2, _each(_by_sign(*_HELPSTEER2, "prompt"), ("prompt", *_HELPSTEER2))),
-    PairForm(("response", "helpfulness"), _rated),
-    PairForm(("completion", "label"), _labelled),
+    PairForm(("chosen", "rejected"), _chosen_and_rejected),
+    PairForm(("completions",), _ultrafeedback),
+    PairForm(_HELPSTEER3, _by_sign(*_HELPSTEER3)),
+    PairForm(_HELPSTEER2, _by_sign(*_HELPSTEER2)),
+    PairForm(("response", "helpfulness"), join=_rated),
+    PairForm(("completion", "label"), join=_labelled),
 )
 """In the order in which they are looked for."""

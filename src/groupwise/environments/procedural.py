@@ -18,6 +18,7 @@ from typing import Any
 
 from groupwise.config.settings import Recipe, RewardSettings
 from groupwise.data.sources import live_rows
+from groupwise.data.tasks.base import text_of
 from groupwise.errors import ConfigError
 from groupwise.rewards.answers import after_thinking, boxes
 
@@ -109,8 +110,7 @@ def make_dataset(name: str, arguments: Mapping[str, Any], count: int, seed: int)
 
 def score(completion: Any, entry: Mapping[str, Any], dataset: str, arguments: Mapping[str, Any]) -> float:
     """A reward function: what the data set's scorer gives for the answer in a completion; 0 where it raises."""
-    text = completion if isinstance(completion, str) else str(completion[-1]["content"])
-    worth = _scored(_dataset(dataset, json.dumps(arguments, sort_keys=True)), answer_in(text), entry)
+    worth = _scored(_dataset(dataset, json.dumps(arguments, sort_keys=True)), answer_in(text_of(completion)), entry)
     return 0.0 if worth is None else worth
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from groupwise.data.messages import from_json
 from groupwise.records import Finish, Sampling
 
 
@@ -373,8 +374,4 @@ def message_key(message: Mapping[str, Any]) -> str:
 
 def _object(arguments: Any) -> Any:
     """Arguments of a call as an object; as they are, if they are the JSON of none."""
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+    return value if isinstance(value := from_json(arguments), dict) else arguments

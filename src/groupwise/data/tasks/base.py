@@ -116,6 +116,13 @@ def check_arguments(task: type[Any], arguments: Mapping[str, Any]) -> None:
                 raise ConfigError(f"task argument {name} must be an integer from {least} to {most}, got {value!r}")
 
 
+def text_of(completion: Any) -> str:
+    """A completion's text; of messages that of the model's last turn, since what only a tool has said is not its answer."""
+    if isinstance(completion, str):
+        return completion
+    return next((str(one["content"] or "") for one in reversed(completion) if one["role"] == "assistant"), "")
+
+
 def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
     """Rows whose prompt did not occur before; ends when nothing new comes for long (a small task is exhausted)."""
     seen: set[str] = set()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from groupwise.data.tasks.base import Generated, Row
+from groupwise.data.tasks.base import Generated, Row, text_of
 
 NAMES, CITIES, WORDS = (
     text.split()
@@ -91,7 +91,7 @@ def same_number(completions: Sequence[Any], answer: Sequence[str]) -> list[float
     >>> same_number([[call, result], [call, result, {"role": "assistant", "content": "It is 42."}]], ["42"] * 2)
     [0.0, 1.0]
     """
-    numbers = [re.findall(r"\d+", _text(one).replace(",", "")) for one in completions]
+    numbers = [re.findall(r"\d+", text_of(one).replace(",", "")) for one in completions]
     return [float(bool(figures) and figures[-1] == gold) for figures, gold in zip(numbers, answer, strict=True)]
 
 
@@ -103,7 +103,7 @@ def same_object(completions: Sequence[Any], answer: Sequence[str]) -> list[float
     >>> same_object(['{"age": 7, "name": "Eva"}', 'Sure! {"name": "Eva", "age": 7}', "Eva, 7"], ['{"name": "Eva", "age": 7}'] * 3)
     [1.0, 0.2, 0.0]
     """
-    return [_object_score(_text(one), json.loads(gold)) for one, gold in zip(completions, answer, strict=True)]
+    return [_object_score(text_of(one), json.loads(gold)) for one, gold in zip(completions, answer, strict=True)]
 
 
 def _object_score(text: str, gold: Any) -> float:
@@ -124,12 +124,5 @@ def same_word(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
     [1.0, 0.0, 0.0, 0.0]
     """
     known = set(WORDS)
-    named = [[word for word in re.findall(r"[a-z]+", _text(one).lower()) if word in known] for one in completions]
+    named = [[word for word in re.findall(r"[a-z]+", text_of(one).lower()) if word in known] for one in completions]
     return [float(bool(words) and len(words) <= 2 and words[-1] == gold) for words, gold in zip(named, answer, strict=True)]
-
-
-def _text(completion: Any) -> str:
-    """A completion's text; of messages that of the model's last turn, since what only a tool has said is not its answer."""
-    if isinstance(completion, str):
-        return completion
-    return next((str(one["content"] or "") for one in reversed(completion) if one["role"] == "assistant"), "")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from groupwise.data.tasks.base import Paired, Row
+from groupwise.data.tasks.base import Paired, Row, text_of
 
 FRIENDLY = (
     "Gladly.",
@@ -115,7 +115,7 @@ def right(completions: Sequence[str], answer: Sequence[str] | None = None, wrong
         return [None] * len(completions)
     return [
         float(good in (words := _words(text)) and bad not in words)
-        for text, good, bad in zip(map(_text, completions), map(str.lower, answer), map(str.lower, wrong), strict=True)
+        for text, good, bad in zip(map(text_of, completions), map(str.lower, answer), map(str.lower, wrong), strict=True)
     ]
 
 
@@ -125,7 +125,7 @@ def friendly(completions: Sequence[str], **_: object) -> list[float]:
     >>> friendly(["Of course. It is dry.", "It is dry.", "It is dry. Oh please. Gladly."])
     [1.0, 0.0, 0.0]
     """
-    texts = map(_text, completions)
+    texts = map(text_of, completions)
     return [float(any(one in text for one in FRIENDLY) and not any(one in text for one in RUDE)) for text in texts]
 
 
@@ -177,8 +177,3 @@ def _a(noun: str) -> str:
 
 def _words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.lower()))
-
-
-def _text(completion: object) -> str:
-    """A completion is a string, or a list of messages."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])  # type: ignore[index]
