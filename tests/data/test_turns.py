@@ -198,7 +198,6 @@ def test_traps_1_2_5_random_conversations_are_what_the_template_writes(name):
                 own += "<|system|>" if calls else "<|user|>"
             sampled = encode(turns, own)
             suffix = turns.after(sampled[-1], more)
-            assert suffix.same_end and not suffix.closes
             split = [token for char in own.removesuffix(own[own.rindex("<|") :]) for token in letter(char)] + sampled[-1:]
             assert turns.tokenizer.decode(split) == own
             stream, canonical = stream + split + suffix.tokens.tolist(), canonical + sampled + suffix.tokens.tolist()
@@ -221,17 +220,16 @@ def test_trap_9_a_turn_that_was_cut_is_closed_first(named):
     message = [{"role": "user", "content": "next"}]
     token = encode(turns, "x")[0]
     cut = turns.after(token, message)
-    assert cut.closes and cut.same_end and turns.tokenizer.decode(cut.tokens) == cut.text
+    assert turns.tokenizer.decode(cut.tokens) == cut.text
     ended = turns.after(int(cut.tokens[0]), message)
-    assert cut.tokens[1:].tolist() == ended.tokens.tolist() and ended.same_end and not ended.closes
+    assert cut.tokens[1:].tolist() == ended.tokens.tolist()
 
 
-def test_another_end_than_the_templates_own_is_kept_and_said():
+def test_behind_another_end_than_the_templates_own_the_same_follows():
     turns = turns_of(OWN["channels"])
     ended, returned = (turns.tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", "<|return|>"))
     own, foreign = (turns.after(last, [{"role": "user", "content": "x"}]) for last in (ended, returned))
     assert own.tokens.tolist() == foreign.tokens.tolist() and own.text.startswith("<|start|>user<|message|>x")
-    assert own.same_end and not foreign.same_end and not foreign.closes
 
 
 def test_control_tokens_in_observations_are_text(named):

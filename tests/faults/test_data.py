@@ -100,7 +100,7 @@ def test_a_killed_renderer_is_started_again(rows: Callable) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     template = Template(tokenizer=tokenizer, chat=True)
-    first = template.text([{"role": "user", "content": "a"}])
+    first = template.ask([[{"role": "user", "content": "a"}]], ["row"])[0].text
     process = rendering._RENDERER._process
     assert process is not None
     os.kill(process._process.pid, signal.SIGKILL)
@@ -114,13 +114,13 @@ def test_a_renderer_that_stands_still_is_started_again(monkeypatch: pytest.Monke
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     template = Template(tokenizer=tokenizer, chat=True)
-    first = template.text([{"role": "user", "content": "a"}])
+    first = template.ask([[{"role": "user", "content": "a"}]], ["row"])[0].text
     process = rendering._RENDERER._process
     assert process is not None
     stopped = descendants(process._process.pid)
     os.kill(stopped[0], signal.SIGSTOP)
     monkeypatch.setattr(rendering, "WALL_SECONDS", 3.0)
-    assert template.text([{"role": "user", "content": "a"}]) == first
+    assert template.ask([[{"role": "user", "content": "a"}]], ["row"])[0].text == first
     assert rendering._RENDERER._process is not process
     assert not any(os.path.exists(f"/proc/{pid}") for pid in stopped)
 

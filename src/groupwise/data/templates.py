@@ -59,7 +59,7 @@ class Template(Wording):
 
     >>> from groupwise.data.tokenizers import arithmetic_tokenizer
     >>> template = Template(tokenizer=arithmetic_tokenizer(), chat=True)
-    >>> template.text(template.content({"prompt": "12+34"}))
+    >>> template.ask([template.content({"prompt": "12+34"})], ["row"])[0].text
     '<|user|>12+34<|end|><|assistant|>'
     """
 
@@ -85,18 +85,12 @@ class Template(Wording):
             tools=tools,
         )
 
-    def text(self, content: Content, where: str = "row") -> str:
-        """The prompt's text: a string as it is, messages through the chat template up to where the assistant starts.
-
-        A last message of the assistant is continued, not closed.
-        Raises DataError if the tokenizer has no chat template, or its template refuses the messages.
-        """
-        return _accepted(self._rendered([_prompt_chat(content, where, None, self.variables)])[0])
-
     def ask(self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Row] | None = None) -> list[Question]:
         """Texts and ids of contents; `wheres` names their rows in messages, `rows` says which tools they show.
 
-        Raises DataError as `text`.
+        A string is its text; messages go through the chat template up to where the assistant starts.  A last message of the
+        assistant is continued, not closed.
+        Raises DataError if the tokenizer has no chat template, or its template refuses the messages.
         """
         rows = rows or [{}] * len(contents)
         examples = [
@@ -537,7 +531,7 @@ class EncodedAnswer:
     """Of an answer in steps the place of each step's last token."""
 
 
-Answer = TypeVar("Answer", str, Question, EncodedAnswer)
+Answer = TypeVar("Answer", Question, EncodedAnswer)
 Value = TypeVar("Value")
 
 

@@ -53,10 +53,6 @@ class Suffix:
     tokens: np.ndarray
     """int64 (n,): ids to append; none of them is the policy's."""
     text: str
-    closes: bool
-    """True if it begins with the end of the turn, because the policy was cut before it wrote one."""
-    same_end: bool
-    """False if the policy ended its turn with another token than the template writes there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +110,7 @@ class Turns:
             if tokens[0] != end_id:
                 raise DataError(f"the tokenizer does not keep {end!r}, which ends a turn of its chat template, in one piece")
             tokens = tokens[1:]
-        return Suffix(tokens, unmarked(text), not closed, not closed or last == end_id)
+        return Suffix(tokens, unmarked(text))
 
     def prove(self) -> list[Proof]:
         """Whether the stream equals what the template writes of the whole conversation, for each kind of continuation."""
