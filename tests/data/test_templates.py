@@ -10,14 +10,14 @@ from groupwise.config.settings import DataSettings
 from groupwise.data.sources import BadRow, SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer, bpe_tokenizer, byte_tokenizer
-from groupwise.data.wording import Wording
+from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import ConfigError, DataError
 
 BOS, EOS = 1, 2
 
 
 def asked(template, row):
-    return template.ask([template.content(row)], ["row 1"])[0]
+    return template.ask([ReadRow({}, "row 1", template.content(row))])[0]
 
 
 # BOS: never twice, never missing where the tokenizer's own convention has it
@@ -268,7 +268,7 @@ TYPED = "a</think> <tool_call>x</tool_call>    \\boxed{}<|end|>"
 
 
 def test_added_tokens_that_are_not_special_count_as_control_tokens_when_a_user_types_them(qwen_like):
-    (question,) = Template(tokenizer=qwen_like).ask([[{"role": "user", "content": TYPED}]], ["row 1"])
+    (question,) = Template(tokenizer=qwen_like).ask([ReadRow({}, "row 1", [{"role": "user", "content": TYPED}])])
     assert question.control == ("</think>", "<tool_call>", "</tool_call>", "<|end|>")
 
 
@@ -279,7 +279,7 @@ def test_plain_encodes_added_tokens_as_text_and_nothing_else(qwen_like):
         {"role": "assistant", "content": "<tool_call>y</tool_call>"},
         {"role": "user", "content": "no"},
     ]
-    (question,) = template.ask([messages], ["row 1"])
+    (question,) = template.ask([ReadRow({}, "row 1", messages)])
     names = qwen_like.convert_ids_to_tokens(question.tokens.tolist())
     assert qwen_like.decode(question.tokens) == question.text
     known = [name for name in names if len(name) > 1]
@@ -291,7 +291,7 @@ def test_plain_text_merges_as_the_tokenizer_merges_text():
     tokenizer = bpe_tokenizer(["tool_call tool_call"] * 9, 271)
     tokenizer.add_tokens(["<tool_call>"])
     template = Template(tokenizer=tokenizer, control_tokens="plain")
-    (question,) = template.ask([[{"role": "user", "content": "<tool_call>"}]], ["row 1"])
+    (question,) = template.ask([ReadRow({}, "row 1", [{"role": "user", "content": "<tool_call>"}])])
     merged = [*tokenizer("<")["input_ids"], *tokenizer("tool_call")["input_ids"], *tokenizer(">")["input_ids"]]
     assert len(merged) < len("<tool_call>") and question.tokens.tolist()[1:-2] == merged
 
@@ -447,7 +447,7 @@ def test_the_ids_of_an_answered_prompt_are_those_of_its_whole_text(tokenizer):
     template, rng = Template(tokenizer=tokenizer, chat=True), random.Random(0)
     pieces = ("1", "<|end|>", "<|user|>", "<think>", "</think>", "a b", "\n", "  ")
     contents = [[{"role": "user", "content": "".join(rng.choices(pieces, k=5))}] for _ in range(50)]
-    questions = template.ask(contents, ["a row"] * 50)
+    questions = template.ask([ReadRow({}, "a row", content) for content in contents])
     answers = ["2" + "".join(rng.choices(pieces, k=4)) + "1" for _ in questions]
     for question, answer, completion in zip(questions, answers, template.complete(questions, answers, [1]), strict=True):
         whole = tokenizer(question.text + answer, add_special_tokens=False)["input_ids"]

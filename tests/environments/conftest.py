@@ -55,7 +55,7 @@ class Table:
 
     def prompt(self, text: str = "Do it.", name: str = "0/1", **row: Any) -> Prompt:
         row = {"prompt": [{"role": "user", "content": text}], **row}
-        (question,) = self.template.ask([row["prompt"]], ["a row"], [row])
+        (question,) = self.template.ask([self.template.read(row, "a row")])
         return Prompt(id=name, tokens=question.tokens, text=question.text, row=row, messages=tuple(row["prompt"]))
 
     def open(self, prompt: Prompt, index: int = 0, seed: int = 0) -> tuple[ToolEpisode, Reply]:

@@ -19,6 +19,7 @@ from groupwise.data.encoding import PAIRS
 from groupwise.data.load import load_data, load_records
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer, load_tokenizer
+from groupwise.data.wording import ReadRow
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.policy import Policy
@@ -100,12 +101,14 @@ def test_a_killed_renderer_is_started_again(rows: Callable) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     template = Template(tokenizer=tokenizer, chat=True)
-    first = template.ask([[{"role": "user", "content": "a"}]], ["row"])[0].text
+    first = template.ask([ReadRow({}, "row", [{"role": "user", "content": "a"}])])[0].text
     process = rendering._RENDERER._process
     assert process is not None
     os.kill(process._process.pid, signal.SIGKILL)
     contents = [[{"role": "user", "content": f"{i}"}] for i in range(200)]
-    assert [q.text for q in template.ask(contents, ["row"] * 200)] == [first.replace("a<", f"{i}<", 1) for i in range(200)]
+    assert [q.text for q in template.ask([ReadRow({}, "row", content) for content in contents])] == [
+        first.replace("a<", f"{i}<", 1) for i in range(200)
+    ]
 
 
 @pytest.mark.slow
@@ -114,13 +117,13 @@ def test_a_renderer_that_stands_still_is_started_again(monkeypatch: pytest.Monke
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     template = Template(tokenizer=tokenizer, chat=True)
-    first = template.ask([[{"role": "user", "content": "a"}]], ["row"])[0].text
+    first = template.ask([ReadRow({}, "row", [{"role": "user", "content": "a"}])])[0].text
     process = rendering._RENDERER._process
     assert process is not None
     stopped = descendants(process._process.pid)
     os.kill(stopped[0], signal.SIGSTOP)
     monkeypatch.setattr(rendering, "WALL_SECONDS", 3.0)
-    assert template.ask([[{"role": "user", "content": "a"}]], ["row"])[0].text == first
+    assert template.ask([ReadRow({}, "row", [{"role": "user", "content": "a"}])])[0].text == first
     assert rendering._RENDERER._process is not process
     assert not any(os.path.exists(f"/proc/{pid}") for pid in stopped)
 
@@ -269,7 +272,7 @@ def test_what_is_encoded_as_text_is_encoded_as_text_everywhere(rows: Callable) -
         "{% for m in messages %}<|{{ m.role }}|>"
         "{{ m.content if m.content is string else m.content[0].text }}<|end|>{% endfor %}<|assistant|>"
     )
-    (question,) = template.ask([messages], ["row"])
+    (question,) = template.ask([ReadRow({}, "row", messages)])
     plain = {text: tokenizer(text, split_special_tokens=True)["input_ids"] for text in (ATTACK, "<|end|>")}
     special = {token: tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|assistant|>", "<|end|>")}
     said = tokenizer("as <think>I</think> meant it<|end|>")["input_ids"]

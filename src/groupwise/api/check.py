@@ -199,9 +199,8 @@ def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
 
 def _variables(template: Template, row: Mapping[str, Any], where: str) -> Finding:
     """What the recipe's variables make of a prompt: where it becomes another, and how it ends."""
-    content = template.content(row, where)
     try:
-        (rendered,), (plain,) = (one.ask([content], [where], [row]) for one in (template, replace(template, variables={})))
+        (rendered,), (plain,) = (one.ask([one.read(row, where)]) for one in (template, replace(template, variables={})))
     except DataError as error:
         return Finding("variables", False, str(error))
     names = ", ".join(f"{name}: {value!r}" for name, value in template.variables.items())

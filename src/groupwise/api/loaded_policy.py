@@ -23,9 +23,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.settings import DataSettings, ModelSettings
 from groupwise.config.validation import wrong_model
-from groupwise.data.messages import Content
 from groupwise.data.sources import kind_of
 from groupwise.data.templates import Template
+from groupwise.data.wording import ReadRow
 from groupwise.errors import ConfigError, DataError, EngineError, RunError
 from groupwise.models import loading
 from groupwise.models.gguf import checkpoint_folder
@@ -211,25 +211,22 @@ class LoadedPolicy(Policy):
         """Each prompt as the policy reads it."""
         template = Template.build(self.data, self.tokenizer)
         unformatted = dataclasses.replace(template, format=None)  # messages are a prompt as they are
-        wheres = [f"prompt {place}" for place in range(len(prompts))]
-        contents: list[Content] = []
-        for prompt, where in zip(prompts, wheres, strict=True):
+        examples: list[ReadRow] = []
+        for place, prompt in enumerate(prompts):
+            where = f"prompt {place}"
             if _is_conversation(prompt):
-                contents.append(unformatted.content({"prompt": list(prompt)}, where))
+                examples.append(unformatted.read({"prompt": list(prompt)}, where))
             elif isinstance(prompt, str | Mapping):
-                contents.append(template.content(self._row(prompt, where), where))
+                examples.append(template.read(self._row(prompt, where), where))
             else:
                 raise DataError(f"{where} is a text, a row or a list of chat messages, got {kind_of(prompt)}")
-        rows = [
-            self._row(prompt, where) if isinstance(prompt, Mapping) else {} for prompt, where in zip(prompts, wheres, strict=True)
-        ]
-        unread = next((where for row, where in zip(rows, wheres, strict=True) if template.unread_tools(row)), None)
+            if not examples[-1].content:
+                raise DataError(f"{where} is empty: there is nothing that a completion could follow")
+        questions = template.ask(examples)
+        unread = next((question.where for question in questions if question.unread_tools), None)
         if unread is not None:
             log.warning("%s: the tools in its row cannot be read, and the policy does not see them", unread)
-        if blank := next((where for content, where in zip(contents, wheres, strict=True) if not content), None):
-            raise DataError(f"{blank} is empty: there is nothing that a completion could follow")
-        questions = template.ask(contents, wheres, rows)
-        empty = next((where for question, where in zip(questions, wheres, strict=True) if not question.tokens.size), None)
+        empty = next((question.where for question in questions if not question.tokens.size), None)
         if empty is not None:
             raise DataError(f"{empty} is empty: it has no token that a completion could follow")
         return questions

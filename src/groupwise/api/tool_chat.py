@@ -9,6 +9,7 @@ from typing import Any
 
 from groupwise.api.loaded_policy import LoadedPolicy
 from groupwise.data.templates import Template
+from groupwise.data.wording import ReadRow
 from groupwise.models.loading import Blueprint
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
@@ -53,7 +54,7 @@ class Answered:
         """One episode after the messages: turns of the policy and answers of its environment."""
         opened = self.template.opened([dict(message) for message in messages])
         assert not isinstance(opened, str)
-        (question,) = self.template.ask([opened], ["the conversation"])
+        (question,) = self.template.ask([ReadRow({}, "the conversation", opened)])
         prompt = Prompt(id="chat", tokens=question.tokens, text=question.text, row={"prompt": opened}, messages=tuple(opened))
         sampling = Sampling(temperature=temperature, max_new_tokens=self.length)
         ((rollout,),) = self.engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)

@@ -59,7 +59,7 @@ class Template(Wording):
 
     >>> from groupwise.data.tokenizers import arithmetic_tokenizer
     >>> template = Template(tokenizer=arithmetic_tokenizer(), chat=True)
-    >>> template.ask([template.content({"prompt": "12+34"})], ["row"])[0].text
+    >>> template.ask([template.read({"prompt": "12+34"})])[0].text
     '<|user|>12+34<|end|><|assistant|>'
     """
 
@@ -85,22 +85,17 @@ class Template(Wording):
             tools=tools,
         )
 
-    def ask(self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Row] | None = None) -> list[Question]:
-        """Texts and ids of contents; `wheres` names their rows in messages, `rows` says which tools they show.
+    def ask(self, examples: Sequence[ReadRow]) -> list[Question]:
+        """Texts and ids of rows that have been read.
 
         A string is its text; messages go through the chat template up to where the assistant starts.  A last message of the
         assistant is continued, not closed.
         Raises DataError if the tokenizer has no chat template, or its template refuses the messages.
         """
-        rows = rows or [{}] * len(contents)
-        examples = [
-            ReadRow(row, where, content, variables=variables_in(row, "row"))
-            for content, where, row in zip(contents, wheres, rows, strict=True)
-        ]
         return [_accepted(question) for question in self.try_ask(examples)]
 
     def try_ask(self, examples: Sequence[ReadRow]) -> list[Question | Refusal]:
-        """`ask` of rows that have been read; messages that the chat template refuses give a `Refusal` instead of an error."""
+        """`ask`, but messages that the chat template refuses give a `Refusal` instead of an error."""
         extras = [self._extras(example) for example in examples]
         chats = [
             _prompt_chat(self.marked(example.content) if control else example.content, example.where, tools, variables)
@@ -265,7 +260,7 @@ class Template(Wording):
 
         False means that the text of a whole conversation is tokenised otherwise than the policy wrote it.
         """
-        question = self.ask([self.content(row, where)], [where], [row])[0]
+        question = self.ask([self.read(row, where)])[0]
         return self.complete([question], [answer], ())[0].stable
 
     def _extras(self, example: ReadRow) -> tuple[tuple[str, ...], Schemas | None, Mapping[str, Any], bool]:
@@ -297,10 +292,6 @@ class Template(Wording):
     def variables_of(self, row: Row) -> Mapping[str, Any]:
         """Further variables of the chat template: of all conversations, and from the column `chat_template_kwargs` of a row."""
         return self._with_own(variables_in(row, "row"))
-
-    def unread_tools(self, row: Row) -> bool:
-        """True if the prompt of a row should show the tools in its column, and they cannot be read."""
-        return self.tools is None and tools_in(row) is None
 
     def unshown(self, questions: Sequence[Question]) -> list[tuple[str, ...]]:
         """What the prompt of each question lacks: `tool` and `call` where the chat template does not write one."""

@@ -144,7 +144,7 @@ class _Scorer:
         for prompt, completion, reason in zip(prompts, completions, reasons, strict=True):
             if not template.chat and not isinstance(prompt, str):
                 prompt = "\n".join(str(message["content"]) for message in prompt)
-            question = template.ask([template.content({"prompt": prompt})], ["a prompt"])[0]
+            question = template.ask([template.read({"prompt": prompt}, "a prompt")])[0]
             answer = template.complete([question], [completion], self.blueprint.eos_ids)[0].tokens.tolist()
             ids.append((question.tokens.tolist(), answer[:-1] if reason == "length" else answer))
         return self._scores(self._answers([prompt for prompt, _ in ids], [completion for _, completion in ids]))
