@@ -253,17 +253,22 @@ def scoring_memory(shape: Shape, microbatch: int) -> int:
 
 def memory_lines(need: MemoryPlan) -> Lines:
     """The memory plan as it is printed."""
-    parts = [("weights", need.weights), ("gradients", need.gradients), ("optimizer", need.optimizer)]
-    parts += [("reference", need.reference)] if need.reference else []
-    parts += [("other models", need.rewards)] if need.rewards else []
-    parts += [("gathered while training", need.gathered)] if need.gathered else []
-    parts += [("activations", need.activations)]
-    parts += [("whole weights while sampling", need.whole)] if need.whole else []
-    parts += [("prepared weights while sampling", need.prepared)] if need.prepared else []
-    parts += [("keys and values", need.cache)] if need.cache else []
-    parts += [("allocator fragmentation", need.fragmentation)] if need.fragmentation else []
-    parts += [("in host memory", need.host)] if need.host else []
-    return [("memory", f"about {size(need.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
+    parts = {
+        "weights": need.weights,
+        "gradients": need.gradients,
+        "optimizer": need.optimizer,
+        "reference": need.reference,
+        "other models": need.rewards,
+        "gathered while training": need.gathered,
+        "activations": need.activations,
+        "whole weights while sampling": need.whole,
+        "prepared weights while sampling": need.prepared,
+        "keys and values": need.cache,
+        "allocator fragmentation": need.fragmentation,
+        "in host memory": need.host,
+    }
+    shown = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+    return [("memory", f"about {size(need.peak)} at the peak ({shown})")]
 
 
 def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: int) -> Lines:

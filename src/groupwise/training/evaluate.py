@@ -101,7 +101,6 @@ def evaluate(
     *,
     k: int,
     sampling: Sampling,
-    samples: int | None = None,
     seed: int = 0,
     columns: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
@@ -109,14 +108,12 @@ def evaluate(
     """Greedy and sampled completions of held-out prompts, scored.
 
     sampling: of the sampled completions; the greedy ones use its length limit and stop strings.
-    samples: completions per prompt from which pass@k is estimated, at least k; default k.
     columns: data columns whose values get their own greedy accuracy.
     progress: called with the number of groups that this process has sampled and of all that it samples.
     """
-    count = samples or k
     greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     answers = _complete(engine, rewards, prompts, 1, greedy, seed, progress)
-    groups = _complete(engine, rewards, prompts, count, sampling, seed, progress)
+    groups = _complete(engine, rewards, prompts, k, sampling, seed, progress)
     right = [group.right[~np.isnan(group.right)] for group in groups]
     greedy_right = [float(answer.right[0]) for answer in answers]
     judged = [value for value in greedy_right if not math.isnan(value)]
