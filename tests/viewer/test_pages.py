@@ -25,7 +25,7 @@ from groupwise.utils import files
 from groupwise.viewer import health, questions, replays
 from groupwise.viewer.groups import token_columns
 from groupwise.viewer.pages import Pages
-from groupwise.viewer.sources import open_source, open_sources
+from groupwise.viewer.sources import Metrics, open_source, open_sources
 
 
 def pages_of(*paths: Path) -> Pages:
@@ -38,6 +38,14 @@ def pages_of(*paths: Path) -> Pages:
 @pytest.fixture(scope="module")
 def pages(run_folder: Path) -> Pages:
     return pages_of(run_folder)
+
+
+def test_a_flag_that_waits_for_many_steps_is_raised_too() -> None:
+    """A critic gets 20 steps before it is said to explain nothing; flags are means over the last ten."""
+    metrics = Metrics(None)
+    for step in range(1, 25):
+        metrics.add({"step": step, "value/explained": 0.0})
+    assert [flag["title"] for flag in health.flags(metrics.history())] == ["The critic explains nothing"]
 
 
 def test_the_newest_step_opens_on_its_most_informative_group(pages: Pages, made: Any) -> None:

@@ -410,6 +410,8 @@ def find(key: str) -> Metric | None:
 
 FLAGGED = tuple((metric, metric.flag) for metric in ROWS.values() if metric.flag is not None)
 """The metrics with a flag."""
+LOOKED_AT = max(RECENT, *(flag.after for _, flag in FLAGGED))
+"""Steps that decide about the flags."""
 
 
 def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, float]]:

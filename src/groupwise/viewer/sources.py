@@ -28,6 +28,7 @@ from groupwise.runs import recorded
 from groupwise.runs.folder import CONFIG, DONE, ENVIRONMENT, LARGEST_CONFIG, attempts_of, standing
 from groupwise.runs.recorded import METRICS, MOST_PROBLEMS, TOKENS, LogReader, last_metrics
 from groupwise.runs.run_files import RunFiles, bounded_json
+from groupwise.training.metric_table import LOOKED_AT
 from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import logger
 
@@ -85,10 +86,10 @@ class Metrics:
         return whole
 
     def history(self) -> list[dict[str, float]]:
-        """The last steps as mappings, for the flags: what was not computed has no key."""
+        """The steps that decide about the flags, as mappings: what was not computed has no key."""
         return [
             {name: column[i] for name, column in self.values.items() if not math.isnan(column[i]) or name == "reward"}
-            for i in range(max(0, len(self.steps) - 10), len(self.steps))
+            for i in range(max(0, len(self.steps) - LOOKED_AT), len(self.steps))
             if self.steps[i] > 0
         ]
 
