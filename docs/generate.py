@@ -209,7 +209,7 @@ def cell(text: str) -> str:
 
 
 def trl_table() -> str:
-    """TRL's arguments by what becomes of each: a list of those to omit; of the others those with the same answer share a row."""
+    """TRL's arguments by what becomes of each.  Those that have a key of ours are rows, the others a list."""
     lines: list[str] = []
     for fate, title in FATES.items():
         rows: dict[tuple[str | None, str], list[str]] = {}
@@ -217,14 +217,15 @@ def trl_table() -> str:
             if found.fate == fate:
                 rows.setdefault((found.key, found.says), []).append(f"`{name}`")
         lines += ["", f"### {title[0].upper()}{title[1:]}", ""]
-        if fate == "unneeded":
+        if fate in ("unneeded", "missing"):
             names = sorted(name for names in rows.values() for name in names)
-            lines += ["Omit these. `groupwise config NAME` prints the reason: " + ", ".join(names) + "."]
+            prints = "the reason" if fate == "unneeded" else "what Groupwise does instead"
+            lines += [f"Omit these. `groupwise config NAME` prints {prints}: {', '.join(names)}."]
             continue
         lines += ["| TRL | here |", "|---|---|"]
         for (key, says), names in rows.items():
             short_says = cell(says.replace(STEPS, "counts optimizer steps, ours rollouts"))
-            here = short_says if key is None else f"`{key}` ({short_says})" if short_says else f"`{key}`"
+            here = f"`{key}` ({short_says})" if short_says else f"`{key}`"
             lines.append(f"| {', '.join(names)} | {here} |")
     return "\n".join(lines[1:])
 

@@ -102,23 +102,23 @@ METRICS: tuple[Section, ...] = (
         "Every line.",
         (
             Metric("step", "steps", "counts from 1", "A rollout and its updates, or one batch of rows."),
-            Metric("wall", "seconds", "time since 1970", "When the line was written."),
-            Metric("loss", "-", "mean over updates of sum(weight x loss)", "The objective. On-policy it is about 0 and says nothing"
-                   " of progress. For SFT, DPO and reward models it does.",
+            Metric("wall", "seconds", "time since 1970", "Time of writing."),
+            Metric("loss", "-", "mean over updates of sum(weight x loss)", "The objective. On-policy it is about 0 and no measure"
+                   " of progress; for SFT, DPO and reward models it does.",
                    label="Loss", column="loss"),
             Metric("loss/TERM", "-", "mean over updates of sum(weight x term)",
-                   "Part of the loss that an extra term of log-probs of your own row is."),
-            Metric("grad_norm", "-", "|g|, before clipping; mean over updates", "Length of the gradient.",
+                   "An extra term of log-probs of your own row."),
+            Metric("grad_norm", "-", "|g|, before clipping; mean over updates", "Norm of the gradient.",
                    "no spikes",
                    label="Gradient norm"),
-            Metric("lr", "-", "of the last update", "The learning rate as scheduled."),
-            Metric("skipped_updates", "updates", "count", "Updates without a finite gradient, left out.", "0",
+            Metric("lr", "-", "of the last update", "Scheduled learning rate."),
+            Metric("skipped_updates", "updates", "count", "Skipped updates: the gradient was not finite.", "0",
                    flag=Flag(
                         "Updates were skipped",
                         "{value} updates a step were not made, because a loss or a gradient was not finite.",
                         "Lower optimizer.lr; look at the rewards' range.",
                         above=0)),
-            Metric("tokens/trained", "tokens", "sum over updates of tokens with weight != 0", "What the updates learnt from.",
+            Metric("tokens/trained", "tokens", "sum over updates of tokens with weight != 0", "Tokens with a gradient.",
                    label="Tokens trained",
                    flag=Flag(
                         "Nothing is trained",
@@ -140,20 +140,20 @@ METRICS: tuple[Section, ...] = (
         "Rewards",
         "Online objectives with reward functions. r_i is the combined reward of completion i, G the group size.",
         (
-            Metric("reward", "yours", "mean_i r_i", "Mean combined reward of the completions that could be scored.",
+            Metric("reward", "yours", "mean_i r_i", "Mean combined reward of scored completions.",
                    "rises, with noise", label="Reward", column="reward",
                    flag=Flag(
                         "Nothing could be scored",
                         "Every reward function returned None for every completion.",
                         "Try them: groupwise score.")),
             Metric("reward_std", "yours", "mean over groups of std(r_1 ... r_G), G - 1 in the denominator",
-                   "Spread inside a group: what the advantages are made of.", "above 0; falls as the task is learnt"),
-            Metric("rewards/NAME/mean", "yours", "mean over completions", "One reward function by itself, where it applies."),
+                   "Spread of the rewards inside a group.", "above 0; falls as the task is learnt"),
+            Metric("rewards/NAME/mean", "yours", "mean over completions", "One reward function, without None."),
             Metric("rewards/NAME/none", "share", "completions with None / completions",
-                   "How often the function did not apply. Written only if it happened.", "small, or as intended"),
+                   "Share of None, if there is any.", "small, or as intended"),
             Metric("groups/dead", "share", "1 - groups with a trained token whose advantage is not 0 / prompts drawn",
-                   "Groups that teach nothing: equal rewards, or all masked. With pass rate p expect p^G + (1 - p)^G. TRL's"
-                   " `frac_reward_zero_std` counts equal rewards alone.", "below 0.5",
+                   "Groups without a gradient: equal rewards, or all masked. With pass rate p expect p^G + (1 - p)^G. TRL's"
+                   " `frac_reward_zero_std` counts only equal rewards.", "below 0.5",
                    label="Dead groups", column="dead",
                    flag=Flag(
                         "Most groups are dead",
@@ -162,7 +162,7 @@ METRICS: tuple[Section, ...] = (
                         "easy: harder prompts. Half of both: objective dapo, or group.dead_groups: refill.",
                         above=MOST, solved=True)),
             Metric("groups/solved", "share", "groups whose completions are all right / groups with a verdict",
-                   "By the recipe's verdict, if there is one.", "not near 1",
+                   "Right by the recipe's verdict, if there is one.", "not near 1",
                    flag=Flag(
                         "Most groups are solved",
                         "Every completion is right in {share} of the groups: there is little left to learn from these "
@@ -176,25 +176,25 @@ METRICS: tuple[Section, ...] = (
                         "No completion is right in {share} of the groups, so nothing says what would be better.",
                         "Easier prompts, a better start (SFT), a larger group.group_size, partial rewards.",
                         above=MOST)),
-            Metric("log/NAME", "yours", "mean over calls", "What reward functions logged by `log_metric`."),
-            Metric("prompts", "prompts", "count", "Prompts drawn, refills included."),
-            Metric("prompts/skipped", "prompts", "count since the start", "Visits left out (`data.curriculum`, `data.retire`)."),
-            Metric("prompts/retired", "prompts", "count", "Prompts that do not come again (`data.retire`)."),
+            Metric("log/NAME", "yours", "mean over calls", "Logged by reward functions (`log_metric`)."),
+            Metric("prompts", "prompts", "count", "Prompts drawn, with refills."),
+            Metric("prompts/skipped", "prompts", "count since the start", "Skipped visits (`data.curriculum`, `data.retire`)."),
+            Metric("prompts/retired", "prompts", "count", "Removed prompts (`data.retire`)."),
         ),
     ),
     Section(
         "Completions",
         "Online objectives.",
         (
-            Metric("completions/mean_length", "tokens", "mean_i n_i: written tokens, EOS too", "Tokens of a completion.",
-                   "no run-away",
+            Metric("completions/mean_length", "tokens", "mean_i n_i: sampled tokens, with EOS", "Tokens of a completion.",
+                   "no steady growth",
                    label="Length", column="length"),
             Metric("completions/min_length", "tokens", "min_i n_i", "The shortest."),
             Metric("completions/max_length", "tokens", "max_i n_i", "The longest."),
-            Metric("completions/mean_terminated_length", "tokens", "mean over completions that ended by themselves",
-                   "Length without the truncated ones."),
+            Metric("completions/mean_terminated_length", "tokens", "mean over completions that are not truncated",
+                   "Length of completions that ended."),
             Metric("completions/clipped_ratio", "share", "truncated completions / completions",
-                   "Share truncated at `rollout.max_new_tokens`. The name is TRL's: lengths are clipped here, not ratios.",
+                   "Share truncated at `rollout.max_new_tokens` (TRL's name).",
                    "below 0.1", label="Truncated",
                    flag=Flag(
                         "Most completions are truncated",
@@ -209,7 +209,7 @@ METRICS: tuple[Section, ...] = (
                         "{share} of the completions repeat another of their group, token for token.",
                         "The policy has collapsed, or rollout.temperature is too low.",
                         above=0.8, solved=True)),
-            Metric("entropy", "nats / token", "mean_t of -log p(sampled token)", "Sampled estimate of the policy's entropy, at the"
+            Metric("entropy", "nats / token", "mean_t of -log p(sampled token)", "Sampled estimate of the policy's entropy at the"
                    " temperature.", "falls slowly, not to 0", label="Entropy", column="entropy",
                    flag=Flag(
                         "The policy no longer explores",
@@ -218,9 +218,9 @@ METRICS: tuple[Section, ...] = (
                         below=0.01, solved=True)),
             Metric("entropy_bonus", "-", "c of Skywork-OR1's rule, at the last update", "Coefficient of the bonus with"
                    " `group.entropy_target`.", "at its bound only for a while"),
-            Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled and kept.", label="Tokens sampled"),
+            Metric("tokens/sampled", "tokens", "sum_i n_i", "Sampled tokens of the kept groups.", label="Tokens sampled"),
             Metric("tokens/discarded", "tokens", "tokens of groups sampled for the step and not kept",
-                   "Thrown away by refilling dead groups; not written for rollouts ahead."),
+                   "Discarded by refilling dead groups; not written for rollouts ahead."),
         ),
     ),
     Section(
@@ -228,15 +228,15 @@ METRICS: tuple[Section, ...] = (
         "Online objectives in environments, or with tools. Means are over episodes.",
         (
             Metric("episodes/turns", "turns", "mean", "Turns of an episode."),
-            Metric("episodes/answer_tokens", "tokens", "mean", "Answers of tools and environments, which are not trained."),
-            Metric("episodes/splits", "places", "mean", "The past was rewritten, and the episode went on as a branch.",
-                   "0 where the template keeps the past"),
-            Metric("episodes/truncated", "share", "episodes that a limit ended / episodes", "Limits of tokens, turns and time.",
-                   "below 0.1"),
-            Metric("episodes/errors", "share", "episodes that failed / episodes", "Environments and harnesses that failed.", "0"),
+            Metric("episodes/answer_tokens", "tokens", "mean", "Tokens of answers of tools and environments."),
+            Metric("episodes/splits", "places", "mean", "Branches: the chat template rewrote earlier turns.",
+                   "0 if the template keeps earlier turns"),
+            Metric("episodes/truncated", "share", "episodes that a limit ended / episodes",
+                   "Ended by a limit of tokens, turns or time.", "below 0.1"),
+            Metric("episodes/errors", "share", "episodes that failed / episodes", "Failed environments and harnesses.", "0"),
             Metric("episodes/tool_calls", "calls", "mean", "Calls of tools in an episode."),
             Metric("episodes/tool_failures", "share", "failed calls / calls", "Calls that failed.", "falls"),
-            Metric("episodes/tool_failures/NAME", "share", "calls that failed so / calls", "By kind: `unreadable`, `unknown`,"
+            Metric("episodes/tool_failures/NAME", "share", "failed calls of this kind / calls", "By kind: `unreadable`, `unknown`,"
                    " `arguments`, `exception`, `timeout`."),
         ),
     ),
@@ -246,7 +246,7 @@ METRICS: tuple[Section, ...] = (
         " the reference; rho = exp(l - old), at the algorithm's level (token or completion). Means are over trained tokens of all"
         " updates of the step.",
         (
-            Metric("progress", "-", "mean_t(A_t l_t)", "What the gradient raises. Compare it within a step, not between runs."),
+            Metric("progress", "-", "mean_t(A_t l_t)", "The gradient raises it. Compare it within a step, not between runs."),
             Metric("ratio/mean", "-", "mean rho", "Importance ratio.", "1 with one update per rollout"),
             Metric("ratio/min", "-", "min rho", "The smallest ratio."),
             Metric("ratio/max", "-", "max rho", "The largest ratio."),
@@ -260,11 +260,11 @@ METRICS: tuple[Section, ...] = (
             Metric("off_policy/dropped", "share", "tokens of completions with A < 0 and mean_t(b - l) > delta / tokens",
                    "Tokens left out by `group.off_policy_delta`.", "below 0.2"),
             Metric("kl", "nats / token", "mean of the estimator `group.kl`, first pass",
-                   "KL to the reference, with `group.beta`; by k1 where a reward loses it, if `group.kl` is not set.",
+                   "KL to the reference, with `group.beta`. Without `group.kl`, a KL in the reward is k1.",
                    "grows slowly", label="KL to reference", column="kl"),
-            Metric("kl/max", "nats", "max of the estimator", "Its largest token."),
-            Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where the exponential becomes its"
-                   " tangent.", "0",
+            Metric("kl/max", "nats", "max of the estimator", "Largest token."),
+            Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where a tangent replaces the"
+                   " exponential.", "0",
                    flag=Flag(
                         "Tokens far off the reference",
                         "{value} tokens a step lie 20 nats or more from the reference.",
@@ -276,9 +276,9 @@ METRICS: tuple[Section, ...] = (
         "Critic and teacher",
         "PPO, and objectives with a teacher. V: the critic's value before this step, R: its target.",
         (
-            Metric("value/mean", "yours", "mean V", "What the critic expected, where a completion has a reward."),
-            Metric("value/return", "yours", "mean R", "What it should expect.", "near `value/mean`"),
-            Metric("value/loss", "yours^2", "mean (V - R)^2 / 2", "Error of the critic, without clipping."),
+            Metric("value/mean", "yours", "mean V", "Mean value, of completions with a reward."),
+            Metric("value/return", "yours", "mean R", "Mean target.", "near `value/mean`"),
+            Metric("value/loss", "yours^2", "mean (V - R)^2 / 2", "Error of the critic, unclipped."),
             Metric("value/explained", "share", "1 - Var(R - V) / Var(R)", "Variance of the returns that the critic explains.",
                    "above 0 and rising",
                    flag=Flag(
@@ -288,7 +288,7 @@ METRICS: tuple[Section, ...] = (
                         "(critic.path).",
                         below=0.01, solved=True, after=20)),
             Metric("teacher/kl", "nats / token", "mean(l - log p_teacher) over drawn tokens",
-                   "Estimate of KL(policy || teacher), of a teacher that scores drawn tokens alone.", "falls"),
+                   "Estimate of KL(policy || teacher), for a teacher that scores only sampled tokens.", "falls"),
         ),
     ),
     Section(
@@ -296,14 +296,14 @@ METRICS: tuple[Section, ...] = (
         "Every step of an online run. m: tokens of a prompt.",
         (
             Metric("tokens/shared", "tokens", "sum over groups of (G - 1) x m",
-                   "Prompt tokens that siblings did not compute again.", label="Tokens shared"),
+                   "Prompt tokens that sharing saves.", label="Tokens shared"),
             Metric("tokens/dead", "tokens", "count", "Tokens of completions that no update trained.",
                    "below half of `tokens/sampled`", label="Tokens dead"),
-            Metric("tokens/recomputed", "tokens", "count", "Completion tokens computed again: scoring ahead of the updates,"
-                   " checkpointed activations.", label="Tokens recomputed"),
+            Metric("tokens/recomputed", "tokens", "count", "Completion tokens computed again: scoring before the updates,"
+                   " gradient checkpointing.", label="Tokens recomputed"),
             Metric("flops/per_second", "FLOP / second", "FLOPs of the step's models / seconds of the step / processes",
-                   "Sampling, updates, reference, critic and teacher, without what is computed again to save memory. Over your"
-                   " device's peak it is the utilisation (MFU). Not of mixtures of experts.", label="FLOPs per second"),
+                   "Sampling, updates, reference, critic and teacher, without recomputation. Divide by your device's peak for"
+                   " the utilisation (MFU). Not for mixtures of experts.", label="FLOPs per second"),
         ),
     ),
     Section(
@@ -322,11 +322,11 @@ METRICS: tuple[Section, ...] = (
                         above=0.1)),
             Metric("mismatch/kl", "nats / token", "mean(exp(l - b) - 1 - (l - b))", "Estimate of KL(sampler || trainer)."),
             Metric("mismatch/bounded", "share", "tokens whose weight exp(l - b) was cut / tokens",
-                   "With another engine's correction ([vLLM](vllm.md)).", "0 in float32, below 0.01"),
+                   "With a [correction](vllm.md#what-is-checked).", "0 in float32, below 0.01"),
             Metric("staleness/mean", "updates", "mean(version now - version that drew the token)",
-                   "Age of the weights that sampled; [rollouts ahead of training](vllm.md#rollouts-ahead-of-training)."),
+                   "Age of sampled tokens ([rollouts ahead](vllm.md#rollouts-ahead-of-training))."),
             Metric("staleness/max", "updates", "max of the same", "Oldest token.", "at most `ahead` x updates of a step"),
-            Metric("staleness/versions", "versions", "mean over completions", "Versions of the weights that drew one completion."),
+            Metric("staleness/versions", "versions", "mean over completions", "Versions of the weights in a completion."),
             Metric("staleness/versions_max", "versions", "max over completions", "The most."),
         ),
     ),
@@ -334,9 +334,9 @@ METRICS: tuple[Section, ...] = (
         "Several processes",
         "With more than one process.",
         (
-            Metric("ranks/imbalance", "-", "max positions of a process / mean", "How evenly the update is dealt out.", "below 1.1"),
+            Metric("ranks/imbalance", "-", "max positions of a process / mean", "Balance of the update.", "below 1.1"),
             Metric("ranks/idle/N", "share", "1 - positions of process N / max", "Idle share of process N in the update."),
-            Metric("time/waiting/RANK", "seconds", "wall time", "Waited for the slowest process."),
+            Metric("time/waiting/RANK", "seconds", "wall time", "Waiting for the slowest process."),
         ),
     ),
     Section(
@@ -345,43 +345,43 @@ METRICS: tuple[Section, ...] = (
         " and the rejected side, for DPO the implicit rewards beta (l - ref).",
         (
             Metric("nll", "nats / token", "mean_t(-l_t)", "SFT's loss."),
-            Metric("perplexity", "-", "exp(nll)", "The same as a number of choices."),
+            Metric("perplexity", "-", "exp(nll)", "SFT's perplexity."),
             Metric("accuracy", "share", "pairs with s_c > s_r (a tie is half) / pairs; or steps judged right / steps",
-                   "Is the order, or the step's label, right?", "well above 0.5", label="Accuracy", column="accuracy"),
-            Metric("margin", "yours", "mean(s_c - s_r)", "By how much."),
+                   "Right orders of pairs, or right labels of steps.", "well above 0.5", label="Accuracy", column="accuracy"),
+            Metric("margin", "yours", "mean(s_c - s_r)", "Mean margin."),
             Metric("score/chosen", "yours", "mean s_c", "Mean score of the chosen side."),
             Metric("score/rejected", "yours", "mean s_r", "Mean score of the rejected side."),
             Metric("accuracy/whole_solutions", "share", "solutions whose steps are all judged right / solutions",
                    "Process reward models."),
-            Metric("right_steps", "share", "steps labelled right / steps", "What always saying `right` would reach."),
+            Metric("right_steps", "share", "steps labelled right / steps", "Accuracy of a model that always answers `right`."),
             Metric("accuracy/chosen_LENGTH", "share", "accuracy where the chosen side is shorter, longer, same_length",
-                   "Does the model prefer length? Held-out rows only."),
+                   "Preference for length. Held-out rows only."),
             Metric("calibration/error", "-", "sum over bins of pairs' share x |predicted - observed|",
                    "Expected calibration error. Held-out rows only."),
-            Metric("calibration/BIN/predicted", "share", "mean sigmoid(|s_c - s_r|) in the bin", "How sure the model is."),
-            Metric("calibration/BIN/observed", "share", "accuracy in the bin", "How often it is right."),
+            Metric("calibration/BIN/predicted", "share", "mean sigmoid(|s_c - s_r|) in the bin", "Mean confidence."),
+            Metric("calibration/BIN/observed", "share", "accuracy in the bin", "Accuracy."),
             Metric("calibration/BIN/pairs", "pairs", "count", "Pairs in the bin."),
         ),
     ),
     Section(
         "Held-out prompts",
         "With the sampling settings of `eval`. A completion is right if the recipe's"
-        " [verdict](rewards.md#which-completions-are-right) gives it 1. Rates are over the completions that it judged."
-        " Without a verdict there are rewards alone.",
+        " [verdict](rewards.md#which-completions-are-right) is 1. Rates ignore completions with the verdict None."
+        " Without a verdict there are only rewards.",
         (
             Metric("eval/greedy", "share", "right greedy completions / judged ones", "Greedy accuracy.",
                    label="Held out, greedy"),
             Metric("eval/sampled", "share", "mean over prompts of right samples / judged ones", "Sampled accuracy.",
                    label="Held out, sampled"),
             Metric("eval/pass@K", "share", "mean of 1 - C(n - c, k) / C(n, k); c right of n (2107.03374)",
-                   "Is one of k samples right? Of prompts with k judged samples or more."),
+                   "Share of prompts with a right one of k samples, among prompts with at least k judged samples."),
             Metric("eval/greedy_reward", "yours", "mean combined reward of the greedy completions", "Without a verdict."),
             Metric("eval/reward", "yours", "mean combined reward of the samples", "Held-out reward."),
             Metric("eval/NAME/half_width", "as NAME", "half the 95% interval: Wilson for shares, normal over prompts for means",
-                   "How sure the figure is."),
+                   "Uncertainty of NAME."),
             Metric("eval/rewards/NAME", "yours", "mean over samples", "One reward function."),
             Metric("eval/rewards/NAME/none", "share", "samples with None / samples",
-                   "How often the function did not apply. Written only if it happened."),
+                   "Share of None, if there is any."),
             Metric("eval/completions/mean_length", "tokens", "mean n", "Length of the samples."),
             Metric("eval/completions/clipped_ratio", "share", "truncated samples / samples", "Share truncated."),
             Metric("eval/greedy/COLUMN=VALUE", "share", "greedy accuracy of the rows with that value",
