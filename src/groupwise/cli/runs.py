@@ -10,7 +10,7 @@ from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import escaped
 
 EXAMPLES = (
-    "groupwise runs                those in runs/",
+    "groupwise runs                the runs in runs/",
     "groupwise runs elsewhere      those in another folder",
 )
 

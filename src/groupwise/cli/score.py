@@ -19,9 +19,9 @@ EXAMPLES = (
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    reward = "built-in name, module:function or file.py:function; several with commas (default: the run's)"
+    reward = "built-in name, module:function or file.py:function, separated by commas (default: the run's)"
     command.add_argument("reward", nargs="?", metavar="REWARD", help=reward)
-    file = "rows with prompt, completion and the functions' columns; or a run"
+    file = "rows with prompt, completion and the columns of the functions, or a run"
     command.add_argument("file", metavar="FILE", help=file)
     command.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the function")
     command.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help="rename a column")

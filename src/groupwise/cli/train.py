@@ -23,18 +23,18 @@ def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     typed.recipe(command)
     command.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    planned = "with --dry-run: plan for so many processes"
+    planned = "with --dry-run: plan for N processes"
     command.add_argument("--world", type=typed.positive, metavar="N", help=planned)
     command.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json")
     command.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
     command.add_argument("--fresh", action="store_true", help="start anew under the next name (NAME-2, ...)")
-    changed = "resume although data, functions or models that the recipe names have changed since the run began"
+    changed = "resume although data, functions or models of the recipe changed since the run began"
     command.add_argument("--accept-changes", action="store_true", help=changed)
-    command.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
+    command.add_argument("--quiet", action="store_true", help="print only warnings and the closing table")
     command.add_argument(
         "--nproc", type=typed.positive, default=1, metavar="N", help="processes on this machine, started by torchrun"
     )
-    patience = "with several processes: seconds that one waits for another (default %(default)g)"
+    patience = "with several processes: seconds to wait for another process (default %(default)g)"
     command.add_argument("--timeout", type=typed.positive, default=1800, metavar="S", help=patience)
 
 

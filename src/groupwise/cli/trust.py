@@ -7,16 +7,16 @@ import argparse
 from groupwise.utils.terminal import escaped
 
 EXAMPLES = (
-    "groupwise trust runs/theirs           print the code that its recipe names, and let eval, chat, replay ... run it",
-    "groupwise trust runs/theirs --show    print it alone",
+    "groupwise trust runs/theirs           print the code of its recipe, and allow eval, chat, replay ... to run it",
+    "groupwise trust runs/theirs --show    only print the code",
 )
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument("folder", metavar="RUN", help="a run folder")
-    command.add_argument("--show", action="store_true", help="only print the code that its recipe names")
-    command.epilog = "Trust holds for the recipe as it is now, for you, on this machine. Your own runs need none."
+    command.add_argument("--show", action="store_true", help="only print the code of its recipe")
+    command.epilog = "Trust applies to the current recipe, your user and this machine. Your own runs need no trust."
 
 
 def run(options: argparse.Namespace) -> int:
