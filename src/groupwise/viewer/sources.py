@@ -147,8 +147,6 @@ class CompletionSource:
 Found = TypeVar("Found")
 PIECE = 1024
 """Bytes of a token that are shown."""
-TOKENIZER = 1 << 27
-"""Bytes of a tokenizer.json."""
 
 
 class RunSource(CompletionSource):
@@ -248,26 +246,19 @@ class RunSource(CompletionSource):
         return {**attempts[-1], "starts": len(attempts)} if attempts else {}
 
     def vocabulary(self) -> Vocabulary | None:
-        """From `tokens.parquet`, else from a saved tokenizer."""
-        if self._vocabulary is None:
-            saved = self._try("checkpoints", lambda: self.files.names("checkpoints"), [])
-            folders = ["final", "reference", *(f"checkpoints/{name}/policy" for name in saved)]
-            for name in (TOKENS, *(f"{folder}/tokenizer.json" for folder in folders)):
-                known = self._try(name, lambda name=name: self._read_vocabulary(name), None) if self.files.has(name) else None
-                if known is not None:
-                    self._vocabulary = replace(known, pieces=[piece and piece[:PIECE] for piece in known.pieces])
-                    break
+        """From `tokens.parquet`."""
+        if self._vocabulary is None and self.files.has(TOKENS):
+            self._vocabulary = self._try(TOKENS, self._read_vocabulary, None)
         return self._vocabulary
 
-    def _read_vocabulary(self, name: str) -> Vocabulary:
+    def _read_vocabulary(self) -> Vocabulary:
         try:
-            if name == TOKENS:
-                return vocabulary.from_table(bounded_table(self.files.read(name)))
-            return vocabulary.from_json(self.files.json(name, TOKENIZER))
+            known = vocabulary.from_table(bounded_table(self.files.read(TOKENS)))
         except RunError:
             raise
         except (DataError, ValueError) as error:
-            raise RunError(f"{self.path / name}: {error}") from error
+            raise RunError(f"{self.path / TOKENS}: {error}") from error
+        return replace(known, pieces=[piece and piece[:PIECE] for piece in known.pieces])
 
 
 def open_file(path: Path, name: str | None = None) -> CompletionSource:
