@@ -6,8 +6,8 @@
 
     gw.train(objective="grpo", model="Qwen/Qwen3.5-0.8B", data=rows, rewards=[check], steps=100).run()
 
-Every stage is an ordinary function; the names below are the ones most loops of one's own need.  Importing the package alone
-imports neither torch nor transformers.
+Every stage is a function.  The names below are those that a training loop needs.  Importing the package imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Ended(BaseException):
 
 
 class GroupwiseError(Exception):
-    """Base of every error that Groupwise raises on purpose.  `exit_code` is what the command `groupwise` ends with."""
+    """Base of all errors of Groupwise.  `exit_code` is the exit code of the command `groupwise`."""
 
     exit_code = 1
     everywhere = False

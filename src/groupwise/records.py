@@ -43,7 +43,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How completions are drawn.  It travels with every rollout, so that what was sampled is what is scored."""
+    """The sampling settings of a completion.  The rollout holds them, so that scoring uses the same distribution."""
 
     temperature: float = 1.0
     """Logits are divided by it, when sampling and when scoring.  0 is greedy decoding (evaluation only)."""
@@ -60,35 +60,35 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """True if the most likely token is always taken."""
+        """True if the most likely token is always chosen."""
         return self.temperature == 0.0
 
     @property
     def truncates(self) -> bool:
-        """True if some tokens can never be drawn: the support must then travel with the rollout."""
+        """True if some tokens cannot be sampled: the rollout then holds the support."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """Token ids that end where the policy starts, and the data row that they came from.
+    """The token ids before a completion, and the data row that they come from.
 
     >>> Prompt(id="0/7", tokens=np.array([5, 9, 2]), text="2+2=", row={"answer": "4"}).tokens.tolist()
     [5, 9, 2]
     """
 
     id: str
-    """Names the group: all completions of one visit of one row.  Also the key of its random streams."""
+    """Name of the group, the completions of one visit of one row, and key of its random streams."""
     tokens: np.ndarray
     """int64 (m,), m >= 1."""
     text: str
-    """The prompt as rewards and readers see it."""
+    """The prompt as reward functions get it."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The data row; its columns go to the reward functions by name."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """The chat messages that `text` was made from, the recipe's system message included; None: no chat template was used."""
+    """The chat messages of `text`, with the recipe's system message; None: no chat template was used."""
     wrapped: bool = False
-    """True if the row's prompt is a text, of which `data: {chat: true}` made the last of `messages`."""
+    """True if the row's prompt is a text that `data: {chat: true}` made the last of `messages`."""
     cut: int = 0
     """Tokens that were cut from its beginning (`data.too_long: truncate_left`)."""
 
@@ -99,58 +99,58 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One call of a tool as the policy wrote it, and what came of it."""
+    """A tool call of the policy, and its result."""
 
     name: str
     arguments: str
-    """As JSON; of a call that cannot be read the text as it was written."""
+    """As JSON; of an unreadable call the text."""
     result: str
-    """What the policy was told."""
+    """The answer to the policy."""
     seconds: float
     failure: str = ""
-    """Empty, or the kind of what went wrong: `unreadable`, `unknown`, `arguments`, `exception`, `timeout`."""
+    """Empty, or the kind of failure: `unreadable`, `unknown`, `arguments`, `exception`, `timeout`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One turn of an episode: a stretch of tokens that the policy wrote, and what the world answered."""
+    """One turn of an episode: the policy's tokens and the environment's answer."""
 
     begin: int
-    """Place in the completion of the turn's first token."""
+    """Index in the completion of the turn's first token."""
     end: int
-    """Place behind its last one; what the world answered stands from here to the next turn's `begin`."""
+    """Index after its last token; the answer extends from here to the next turn's `begin`."""
     finish: Finish
     calls: tuple[ToolCall, ...] = ()
     answer: str = ""
-    """What the world said, as text; empty where the episode ended with the turn."""
+    """The answer as text; empty if the episode ended with the turn."""
     seconds: float = 0.0
     """Between the end of the turn and the answer."""
     truncated: bool = False
-    """True if the answer was longer than an observation may be, and was cut."""
+    """True if the answer was too long and was cut."""
     reward: float | None = None
-    """That the environment gave for the turn."""
+    """The environment's reward for the turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """What one agent of an episode has written, where each is rewarded apart."""
+    """The turns of one agent of an episode whose agents have separate rewards."""
 
     agent: str
-    """Its name: traces of one agent are compared with each other."""
+    """Name of the agent: traces of one agent are compared with each other."""
     turns: tuple[int, ...]
-    """Their places in the episode, at least one."""
+    """Their indices in the episode, at least one."""
     reward: float | None
     """None: unscorable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
-    """From token `begin` on, the tokens of an episode were drawn behind other ids than the prompt and the tokens before."""
+    """From token `begin` on, the tokens of an episode have another context than the prompt and the tokens before."""
 
     begin: int
-    """Place in the completion of the branch's first token; it continues to the next branch's, or to the end."""
+    """Index in the completion of the branch's first token; the branch extends to the next one, or to the end."""
     context: np.ndarray
-    """int64 (c,), c >= 1: everything that the policy saw when it drew token `begin`, prompt included."""
+    """int64 (c,), c >= 1: the context of token `begin`, prompt included."""
 
 
 def stretches(n: int, prompt: np.ndarray, branches: Sequence[Branch]) -> list[tuple[int, int, np.ndarray]]:
@@ -167,7 +167,7 @@ def stretches(n: int, prompt: np.ndarray, branches: Sequence[Branch]) -> list[tu
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Episode:
-    """How a completion of several turns came about.  Its tokens are those of all turns and answers in their order, each once.
+    """The turns of a completion of several turns.  The completion has the tokens of all turns and answers in order, each once.
 
     Where the chat template rewrites the past, or an environment opens otherwise than the prompt says, what a turn was drawn behind
     is not what stands before it: `branches` say behind what.
@@ -175,22 +175,22 @@ class Episode:
 
     turns: tuple[Turn, ...]
     messages: tuple[Mapping[str, Any], ...] = ()
-    """What was said behind the prompt, in the form of chat messages: the policy's turns, results of tools, the user's words."""
+    """The chat messages after the prompt: the policy's turns, results of tools, user messages."""
     branches: tuple[Branch, ...] = ()
-    """By ascending `begin`; none: every token was drawn behind the prompt and the tokens before it."""
+    """By ascending `begin`; none: the context of every token is the prompt and the tokens before it."""
     reward: float | None = None
-    """Of the environment itself, for the whole episode."""
+    """The environment's reward for the whole episode."""
     traces: tuple[Trace, ...] = ()
-    """Where several agents take part that are rewarded apart, or not all of them are trained."""
+    """For several agents with separate rewards, or if not all of them are trained."""
     environment: str = ""
-    """Name of the environment, where there are several."""
+    """Name of the environment, if there are several."""
     state: Mapping[str, Any] | None = None
-    """Public attributes that the environment had at its end, as JSON holds them; for reward functions, and not recorded."""
+    """Public attributes of the environment at its end, as JSON; for reward functions, not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
-    """One sampled completion.  It ends with an EOS id exactly when `finish` is EOS, and it never holds padding.
+    """One sampled completion.  It ends with an EOS id exactly if `finish` is EOS.  It holds no padding.
 
     >>> prompt = Prompt(id="0/7", tokens=np.array([5, 9, 2]), text="2+2=")
     >>> rollout = Rollout(prompt=prompt, index=0, tokens=np.array([4, 1]), behavior_logp=np.array([-0.2, -0.1]),
@@ -201,25 +201,25 @@ class Rollout:
 
     prompt: Prompt
     index: int
-    """Place in its group, 0 .. G-1; with `prompt.id` it names the random stream that drew it."""
+    """Index in its group, 0 .. G-1; with `prompt.id` it selects the random stream."""
     tokens: np.ndarray
     """int64 (n,), n >= 0, as sampled: never decoded and encoded again."""
     behavior_logp: np.ndarray
-    """(n,), nats: log-probability of each token in the distribution it was drawn from, temperature and truncation included."""
+    """(n,), nats: log-probability of each token in its sampling distribution, with temperature and truncation."""
     finish: Finish
     eos_ids: tuple[int, ...]
     """The ids that end a completion of this policy."""
     sampling: Sampling
     text: str
-    """The completion as rewards see it: decoded without special tokens unless asked otherwise."""
+    """The completion as reward functions get it, by default without special tokens."""
     trained: np.ndarray = None  # type: ignore[assignment]
-    """bool (n,): False for tokens that the policy did not write (tool output).  Default: all True."""
+    """bool (n,): False for tokens that the policy did not sample (tool output).  Default: all True."""
     version: np.ndarray = None  # type: ignore[assignment]
-    """int64 (n,): number of optimizer steps that the policy had taken when it drew the token.  Default: 0."""
+    """int64 (n,): number of optimizer steps of the weights that sampled the token.  Default: 0."""
     support: tuple[np.ndarray, ...] | None = None
-    """Only when `sampling.truncates`: for each token the ids that could have been drawn (int64)."""
+    """Only if `sampling.truncates`: for each token the ids that could be sampled (int64)."""
     episode: Episode | None = None
-    """Of a completion of several turns, or in an environment: how it came about."""
+    """The turns of a completion of several turns, or in an environment."""
 
     def __post_init__(self) -> None:
         n = self.tokens.size
@@ -300,10 +300,9 @@ def alike(values: np.ndarray, summands: np.ndarray | float = 0.0) -> bool:
 class Scored:
     """A group with its rewards: one number per completion and function, NaN where the function does not apply.
 
-    `signals` holds further per-token columns by name, one array (n_i,) per completion:
-    `reference_logp`, `scored_logp` (of the policy before its first update, where another engine has sampled), `process` (reward at
-    the tokens that end a step, NaN elsewhere), `value` and `return` (of a critic, and what it should have said; NaN = nothing),
-    `teacher_logp`.
+    `signals` holds further columns per token by name, one array (n_i,) per completion: `reference_logp`, `scored_logp` (of the
+    policy before its first update, if another engine sampled), `process` (step rewards at the last token of each step, NaN
+    elsewhere), `value` and `return` (a critic's value and its target; NaN = nothing), `teacher_logp`.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -312,16 +311,16 @@ class Scored:
     rewards: np.ndarray
     """float64 (G, K)."""
     reward: np.ndarray
-    """float64 (G,): the weighted sum of what applies; NaN = unscorable."""
+    """float64 (G,): the weighted sum of the rewards that apply; NaN = none."""
     weights: tuple[float, ...] = ()
     """K weights of the functions in the sum; empty = all 1."""
     signals: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     logged: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that the reward functions logged in the call that scored the group."""
+    """Numbers that reward functions logged when they scored the group."""
     extra: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """What they logged of each completion, by name: G values of JSON."""
+    """Values that they logged for each completion, by name: G values of JSON."""
     verdict: str | None = None
-    """The reward function whose 1 says that a completion is right; None: no function says so."""
+    """The reward function that is 1 for right completions, if any."""
 
     def __repr__(self) -> str:
         """One line: the completions are not printed."""
@@ -352,7 +351,7 @@ class Scored:
 
     @property
     def right(self) -> np.ndarray:
-        """float64 (G,): 1 for completions that the verdict gives 1 or more, 0 for others, NaN where it gives none."""
+        """float64 (G,): 1 if the verdict is at least 1, 0 for others, NaN without a verdict."""
         if self.verdict is None:
             return np.full(len(self.rollouts), np.nan)
         verdict_G = self.rewards[:, self.names.index(self.verdict)]
@@ -360,24 +359,24 @@ class Scored:
 
     @property
     def dead(self) -> bool:
-        """True if no difference between the rewards can teach anything: all equal (but for rounding), or none scorable."""
+        """True if all rewards are equal up to rounding, or all are None."""
         return alike(self.reward, self.rewards * np.array(self.weights))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """What is packed: a prompt, a completion, and what every completion token contributes.
+    """A prompt, a completion, and the contribution of every completion token to the loss.
 
-    A rollout, a demonstration and one side of a preference pair all become samples.  The completion's token t is predicted
-    from everything before it; the loss is the sum of weight x per-token loss.
+    Rollouts, demonstrations and the sides of a preference pair become samples.  The completion's token t is predicted from all
+    tokens before it; the loss is the sum of weight x loss of the token.
     """
 
     group: str
     """Samples of one group share the prompt: it is computed once."""
     index: int = 0
-    """Of a rollout's sample: its place in the group, which with the group's name tells whose it is; -1 of a demonstration's."""
+    """Of a rollout: its index in the group; -1 for a demonstration."""
     branches: tuple[Branch, ...] = ()
-    """Of an episode's sample: see `Episode.branches`."""
+    """Of an episode: see `Episode.branches`."""
     prompt: np.ndarray
     """int64 (m,), m >= 1."""
     completion: np.ndarray
@@ -387,7 +386,7 @@ class Sample:
     advantage: np.ndarray = None  # type: ignore[assignment]
     """(n,), always per token.  Default: 0."""
     behavior_logp: np.ndarray = None  # type: ignore[assignment]
-    """(n,), nats.  Default: 0, of what nobody sampled."""
+    """(n,), nats.  Default: 0, for tokens that were not sampled."""
     temperature: float = 1.0
     reference_logp: np.ndarray | None = None
     support: tuple[np.ndarray, ...] | None = None
@@ -512,7 +511,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Step:
-    """What a loop yields after every optimizer step (or rollout): the log and the caller read nothing else."""
+    """The result of a step, which a training loop yields."""
 
     number: int
     """Steps completed, from 1."""

@@ -64,7 +64,7 @@ class Centered(Credit):
 
 @dataclass(frozen=True)
 class LeaveOneOut(Credit):
-    """`A_i = r_i - mean of the others` (RLOO, 2402.14740): a baseline that does not depend on the completion it judges.
+    """`A_i = r_i - mean of the others` (RLOO, 2402.14740): the baseline does not depend on the completion.
 
     `beta` puts the KL into the reward: `r_i - beta sum_t (old - ref)_t` over trained tokens (signal `reference_logp`).
     `scale="batch"` divides by the std of all advantages of the batch.
@@ -109,7 +109,7 @@ class Maxrl(Credit):
 
 @dataclass(frozen=True)
 class BatchCentered(Credit):
-    """`A_i = r_i - mean over the batch`: REINFORCE's baseline (Williams 1992), which asks for no siblings."""
+    """`A_i = r_i - mean over the batch`: REINFORCE's baseline (Williams 1992), which needs no group."""
 
     def __call__(self, groups: Sequence[Scored]) -> Advantages:
         sizes = np.cumsum([group.reward.size for group in groups])[:-1]
@@ -297,7 +297,7 @@ class ReverseKl(Credit):
 
 @dataclass(frozen=True)
 class Nothing(Credit):
-    """0 everywhere: what is learnt comes from a teacher's distributions, not from what was drawn."""
+    """0: only the teacher's distributions train the policy."""
 
     needs_reward = False
 

@@ -240,7 +240,7 @@ class Reinforce(Surrogate):
 
 @dataclass(frozen=True)
 class Importance(Surrogate):
-    """`-rho A`, dropped where the token's probability lies more than `drop` below the old policy's: too stale to teach.
+    """`-rho A`, dropped where the token's probability lies more than `drop` below the old policy's: too stale.
 
     The unbiased policy gradient from samples of another distribution, and its staleness bound (prime-rl's distillation loss).
     """
@@ -255,7 +255,7 @@ class Importance(Surrogate):
 
 @dataclass(frozen=True)
 class Silent(Surrogate):
-    """0: nothing is learnt from advantages."""
+    """0: advantages have no effect."""
 
     per_token = True
     ratio_level = "token"

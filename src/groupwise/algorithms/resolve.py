@@ -31,11 +31,11 @@ SETTINGS = {"beta", "kl"}
 
 
 def resolve(objective: str, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None) -> Algorithm:
-    """The algorithm that a recipe asks for: the row `objective` with the parts and numbers that `group` replaces.
+    """The algorithm of a recipe: the row `objective` with the parts and numbers of `group`.
 
     max_new_tokens: the longest completion, for weights that divide by it.
     critic: the critic's settings, whose `clip` and `coefficient` are the value loss's.
-    Raises ConfigError for an unknown name, part or option, a value out of range, and what cannot work together.
+    Raises ConfigError for an unknown name, part or option, a value out of range, and settings that exclude each other.
 
     >>> from groupwise.config.settings import GroupSettings
     >>> algorithm = resolve("grpo", GroupSettings(surrogate={"high": 0.28}, beta=0.04), max_new_tokens=256)

@@ -326,7 +326,7 @@ _ROWS = (
     ),
     Algorithm(
         name="dr_grpo",
-        summary="GRPO without its two biases: no division by the std, none by the completion's length.",
+        summary="GRPO without division by the std and without division by the completion's length.",
         paper="2503.20783",
         equation="-1/(R L) sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = r_i - mean",
         credit=credits.Centered(),
@@ -351,7 +351,7 @@ _ROWS = (
     ),
     Algorithm(
         name="gspo",
-        summary="One ratio per completion, the geometric mean of its tokens', clipped far more tightly.",
+        summary="One ratio per completion, the geometric mean of its token ratios, with a much narrower clip.",
         paper="2507.18071",
         equation="-1/R sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i),  s_i = exp(mean_t(l - old))",
         ratio=losses.SequenceMeanRatio(),
@@ -359,7 +359,7 @@ _ROWS = (
     ),
     Algorithm(
         name="luspo",
-        summary="GSPO times the completion's length: long completions lose no weight.",
+        summary="GSPO times the completion's length: every token has the same weight.",
         paper="2602.05261",
         equation="-1/R sum_i n_i min(s_i A_i, clip(s_i, 1 - 2e-3, 1 + 2.5e-3) A_i)",
         ratio=losses.SequenceMeanRatio(),
@@ -368,7 +368,7 @@ _ROWS = (
     ),
     Algorithm(
         name="cispo",
-        summary="REINFORCE with a capped importance weight: no token's gradient is clipped away.",
+        summary="REINFORCE with a capped importance weight: clipping removes no token's gradient.",
         paper="2506.13585",
         equation="-1/N sum_i sum_t sg[min(rho, cap)] A_i l",
         surrogate=losses.Cispo(cap=5.0),
@@ -383,7 +383,7 @@ _ROWS = (
     ),
     Algorithm(
         name="vespo",
-        summary="REINFORCE weighed by a smooth bump of the completion's ratio: no clipping, far-off completions fade out.",
+        summary="REINFORCE with a smooth weight of the completion's ratio: no clipping, off-policy completions get less weight.",
         paper="2602.10693",
         equation="-1/N sum_i sum_t sg[exp(lam + k s_i - lam exp(s_i))] A_i l,  s_i = sum_t(l - old)",
         ratio=losses.SequenceSumRatio(),
@@ -392,7 +392,7 @@ _ROWS = (
     ),
     Algorithm(
         name="gmpo",
-        summary="The geometric mean of the clipped token ratios: robust to single outlying tokens.",
+        summary="The geometric mean of the clipped token ratios: robust to single outliers.",
         paper="2507.20673",
         equation="-1/R sum_i A_i exp(mean_t clip(l - old, -0.4, 0.4 on the side of A_i))",
         surrogate=losses.Geometric(),
@@ -408,7 +408,7 @@ _ROWS = (
     ),
     Algorithm(
         name="reinforce_pp",
-        summary="Rewards less the KL still to come, whitened over all tokens of the batch; one completion per prompt is enough.",
+        summary="Rewards minus the KL of the remaining tokens, whitened over the batch; one completion per prompt is enough.",
         paper="2501.03262",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(r_i - beta sum_{s >= t}(old - ref)_s)",
         credit=credits.Whitened(),
@@ -426,7 +426,7 @@ _ROWS = (
     ),
     Algorithm(
         name="reinforce_pp_baseline",
-        summary="REINFORCE++ with the group's mean as baseline: rewards less their group's mean, whitened over the batch; KL (k2)"
+        summary="REINFORCE++ with the group's mean as baseline: rewards minus their group's mean, whitened over the batch; KL (k2)"
         " in the loss.",
         paper="2501.03262",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = whitened(r_i - mean)",
@@ -436,7 +436,7 @@ _ROWS = (
     ),
     Algorithm(
         name="maxrl",
-        summary="Maximises the log of the pass rate: what is rarely solved counts as much as what often is.",
+        summary="Maximises the log of the pass rate: rarely solved prompts count as much as others.",
         paper="2602.02710",
         equation="-1/R sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = (r_i - mean) / mean",
         credit=credits.Maxrl(),
@@ -444,7 +444,7 @@ _ROWS = (
     ),
     Algorithm(
         name="gspo_token",
-        summary="GSPO whose gradient is each token's own, so that advantages may differ within a completion.",
+        summary="GSPO with a gradient per token, so that advantages may differ within a completion.",
         paper="2507.18071",
         equation="-1/R sum_i 1/n_i sum_t min(s_it A_it, clip(s_it, 1 - 3e-4, 1 + 4e-4) A_it),  s_it = sg[s_i] exp(l - sg[l])",
         ratio=losses.SequenceTokenRatio(),
@@ -452,14 +452,14 @@ _ROWS = (
     ),
     Algorithm(
         name="gdpo",
-        summary="Several rewards: each is standardized within the group on its own, then their weighted sum over the batch.",
+        summary="Each reward is standardized separately within the group, then their weighted sum over the batch.",
         paper="2601.05242",
         equation="GRPO's,  A_i = standardized over the batch(sum_k w_k standardized in the group(r_ik))",
         credit=credits.Decoupled(),
     ),
     Algorithm(
         name="ppo",
-        summary="A critic says what every token was worth; advantages by GAE, whitened; KL and reward are paid per token.",
+        summary="A critic predicts a value per token; advantages by GAE, whitened; reward and KL per token.",
         paper="1707.06347",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
         "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
@@ -470,7 +470,7 @@ _ROWS = (
     ),
     Algorithm(
         name="distill",
-        summary="On-policy distillation: the divergence from a teacher, over the whole vocabulary, at every token the policy drew.",
+        summary="On-policy distillation: the divergence from a teacher over the whole vocabulary at every sampled token.",
         paper="2306.13649",
         equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q"
         " || p)",
@@ -481,7 +481,7 @@ _ROWS = (
     ),
     Algorithm(
         name="distill_sampled",
-        summary="On-policy distillation by drawn tokens alone: how much likelier the teacher finds a token is its advantage.",
+        summary="On-policy distillation by sampled tokens: a token's advantage is the teacher's log-prob minus the policy's.",
         paper="",
         equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
         credit=credits.ReverseKl(gamma=0.0),
@@ -491,8 +491,8 @@ _ROWS = (
     ),
     Algorithm(
         name="minillm",
-        summary="Reverse KL to a teacher: exact for the token at hand, policy gradient for all that follows it; the teacher helps"
-        " to sample.",
+        summary="Reverse KL to a teacher: exact for the current token, policy gradient for the following tokens; sampling"
+        " mixes in the teacher.",
         paper="2306.08543",
         equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
         "A_it = mean_{s > t} log(p / q_old)_s",

@@ -105,20 +105,19 @@ def evaluate(
     overrides: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> EvalReport:
-    """Greedy accuracy, sampled accuracy and pass@k of a run, a checkpoint, a model folder or a hub name; rewards alone where no
-    reward function says what is right.
+    """Greedy accuracy, sampled accuracy and pass@k of a run, a checkpoint, a model folder or a hub name.
 
-    A run's model is evaluated as the run evaluated itself: on what it held out, with its reward functions, environment, template,
-    length and samples.  What is given replaces that.  Of a model that no run made data (or task) must be given.
-    data: a file or hub name, or rows, all of which are used; of the rows that a run was trained on, those that it held out.
+    Without a verdict there are only rewards.  A run has its own evaluation settings: held-out prompts, reward functions,
+    environment, template, length and number of samples.  Arguments override them.  A model without a run needs `data` or `task`.
+    data: a file or hub name, or rows.  All are used, except that of a run's training rows only the held-out ones are.
     task: a built-in task, whose held-out prompts are used.
-    rewards: functions that judge, as in `train`.
-    verdict: the name of the one whose 1 says that a completion is right; default: the run's, else the first that is the built-in
-    accuracy, exact or number.
+    rewards: reward functions, as in `train`.
+    verdict: name of the reward that is 1 for right completions; default: the run's, else the first built-in accuracy, exact or
+    number.
     environment: as in `train`; an empty mapping: none.
     k: samples per prompt.   max_new_tokens: longest completion.   limit: first prompts only.   seed: of the samples.
-    overrides: of the run's recipe, `KEY=VALUE`, e.g. of a secret that its config.yaml does not hold.
-    progress: called with the prompts that are sampled and all that there are, first of the greedy completions, then of the samples.
+    overrides: `KEY=VALUE` for keys of the run's recipe, e.g. for a secret that its config.yaml does not hold.
+    progress: called with the number of sampled prompts and of all prompts, first for the greedy completions, then for the samples.
     Raises ConfigError, DataError, RewardError, EnvironmentFailure, CheckpointError.
     """
     path = os.fspath(path)

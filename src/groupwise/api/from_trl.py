@@ -57,15 +57,15 @@ def from_trl(
     accept_changes: bool = False,
     **trainer: Any,
 ) -> TrlTraining:
-    """The run that one of TRL's trainers would make of these arguments, checked and ready to go.  The same call resumes it.
+    """A checked run from the arguments of a TRL trainer.  The same call resumes it.
 
     args: a GRPOConfig, RLOOConfig, SFTConfig, RewardConfig or DPOConfig.
-    model: a checkpoint's folder or hub name, or a loaded transformers model, which comes with its tokenizer (`processing_class`).
-    trainer: what else the trainer takes: `reward_funcs`, `train_dataset`, `eval_dataset`, `tools`, `environment_factory`,
+    model: a checkpoint's folder or hub name, or a loaded transformers model with its tokenizer (`processing_class`).
+    trainer: the trainer's other arguments: `reward_funcs`, `train_dataset`, `eval_dataset`, `tools`, `environment_factory`,
     `peft_config` (a LoraConfig) and so on.   fresh, accept_changes: as in `train`.
 
-    What Groupwise does not have is said as a warning; `summary` says what became of every argument.
-    Raises ConfigError or DataError for what cannot be carried over at all, or where something is missing.
+    Unsupported arguments cause a warning; `summary` reports every argument.
+    Raises ConfigError or DataError for an argument that cannot be translated, or that is missing.
     """
     kind = next((name for name in (one.__name__ for one in type(args).__mro__) if name in KINDS), None)
     if kind is None:

@@ -128,12 +128,12 @@ class LoadedPolicy(Policy):
         stop: Sequence[str] | None = None,
         seed: int = 0,
     ) -> str | list[str]:
-        """The completion of a prompt as text, or those of several prompts, in their order.
+        """The completion of a prompt as text, or the completions of several prompts, in their order.
 
-        prompts: a text, a row of data, chat messages, or a list of texts or of messages.  The same prompt twice gets two draws.
-        max_new_tokens, stop: longest completion in tokens and what ends one; default: as in the run.  temperature: 0 is greedy.
-        seed: the same call gives the same texts.
-        Raises DataError for what is no prompt, EngineError for what cannot be sampled.
+        prompts: a text, a row of data, chat messages, or a list of texts or of messages.  Equal prompts get different samples.
+        max_new_tokens, stop: longest completion in tokens, and strings that end it; default: the run's.  temperature: 0 is greedy.
+        seed: the same call returns the same texts.
+        Raises DataError for an invalid prompt, EngineError for one that cannot be sampled.
         """
         if not isinstance(temperature, int | float):
             raise EngineError(f"temperature is a number from 0 (greedy), got {kind_of(temperature)}")
@@ -182,13 +182,13 @@ class LoadedPolicy(Policy):
     def score(
         self, prompts: Any, completions: Any, *, end: bool = False, temperature: float = 1.0
     ) -> np.ndarray | list[np.ndarray]:
-        """Log-probs of every token of a completion after its prompt: (n,), nats.  Their sum is that of the completion.
+        """Log-probs of every token of a completion after its prompt: (n,), nats.  Their sum is the completion's log-prob.
 
-        prompts, completions: one of each, or as many of each.  A completion is a text, or its token ids: a text is encoded anew,
-        which need not give the ids that a policy once sampled.
-        end: the token that ends a completion (the first of `eos_ids`) is scored too, behind the others.
-        temperature: logits are divided by it; 1 is the model's own distribution.
-        Raises DataError for what is no prompt or completion, or is longer than the context.
+        prompts, completions: one of each, or equally many.  A completion is a text, or its token ids.  A text is encoded, which may
+        give other ids than the policy sampled.
+        end: also score the token that ends a completion (the first of `eos_ids`), after the others.
+        temperature: divisor of the logits; 1 is the model's own distribution.
+        Raises DataError for an invalid prompt or completion, or one longer than the context.
         """
         single = _is_single(prompts)
         prompts, completions = ([prompts], [completions]) if single else (prompts, completions)
@@ -281,7 +281,7 @@ def load_policy(
 ) -> LoadedPolicy:
     """The policy of a run folder (its final model, else its newest checkpoint), a checkpoint, a model folder or a hub name.
 
-    dtype: as in the run, else float32.   dtype, device: see `ModelSettings`, which may also be given whole.
+    dtype: default: the run's, else float32.   dtype, device: see `ModelSettings`, which may also be given whole.
     Raises ConfigError, CheckpointError, DataError or Diverged with the remedy.
     """
     if isinstance(path, ModelSettings):
@@ -308,7 +308,7 @@ def _proven(policy: Policy) -> Policy:
 def make_policy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ModelSettings | None = None, *, longest: int = UNSAID
 ) -> Policy:
-    """A model that is there, wrapped with its tokenizer, and proven on texts of up to `longest` tokens: scoring and training.
+    """A loaded model with its tokenizer.  Scoring and training are proven on texts of up to `longest` tokens.
 
     Raises DataError, Diverged or ConfigError as `models.loading.make_policy`, ConfigError for what differs.
     """

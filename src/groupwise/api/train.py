@@ -53,7 +53,7 @@ class RunPlan(list[tuple[str, str]]):
 
 
 class Training:
-    """A run that has been checked and is ready to go: iterate over it for its steps, or let it `run`."""
+    """A checked run.  Iterate over it for its steps, or call `run`."""
 
     def __init__(self, recipe: Recipe, *, accept_changes: bool = False) -> None:
         """Use `train`."""
@@ -82,13 +82,13 @@ class Training:
             log.warning(message, self.folder, step)
 
     def plan(self) -> RunPlan:
-        """What will happen, as label and text, without loading weights from a file or training."""
+        """The plan, as label and text of each line.  It loads no weights and trains nothing."""
         return RunPlan(plan_of(self.recipe))
 
     def run(self, *, quiet: bool = False, console: Console | None = None) -> RunResult:
-        """Train to the end as the command does: the plan, one progress line, the closing tables.  Returns what the run came to.
+        """Train to the end and print what the command prints: plan, progress line, closing tables.  Returns the outcome.
 
-        quiet: print warnings and the closing table only.   Raises what iterating raises.
+        quiet: print only warnings and the closing table.   Raises what iterating raises.
         """
         here = join(self.recipe)
         self._say_if_finished()
@@ -135,24 +135,24 @@ def train(
     save: objects.Section | settings.SaveSettings | None = None,
     **unknown: Never,
 ) -> Training:
-    """A run, checked and ready to go: iterate over it for its `Step`s, or call its `run`.  The same call again resumes it.
+    """A checked run.  Iterate over it for its `Step`s, or call its `run`.  The same call resumes it.
 
-    recipe: a file, the name of a bundled recipe, or a `Recipe`; keywords are laid over it.  Without it they are the recipe.
+    recipe: a file, the name of a bundled recipe, or a `Recipe`, which keywords override.  Without it the keywords are the recipe.
     model: a checkpoint's folder or hub name, a loaded transformers model (with `tokenizer`), a `Policy`, or a mapping of the keys
-    of `model`, whose `path` may be any of these.  A loaded model is copied: it is the start of the run, and stays as it is.
+    of `model`, whose `path` may be any of these.  A loaded model is copied and stays unchanged.
     data: a file or hub name, a list of mappings, a `datasets.Dataset`, or a mapping of the keys of `data`, whose `path` and
-    `eval_path` may be any of these.  Rows are copied by this call.
-    rewards: one or several of: the name of a function as in a recipe, the function itself, a `LiveReward`, a mapping of the keys of
-    an entry of `rewards`, whose `function` may be the function itself.
-    tools: functions that the policy may call, or their names as in a recipe.
-    environment: an environment's class, its name, a mapping of names to such, or a mapping of the keys of `environment`, whose
+    `eval_path` may be any of these.  This call copies rows.
+    rewards: one or several of: the name of a function as in a recipe, a function, a `LiveReward`, a mapping of the keys of an entry
+    of `rewards`, whose `function` may be a function.
+    tools: functions that the policy can call, or their names as in a recipe.
+    environment: an environment's class, its name, a mapping of names to classes, or a mapping of the keys of `environment`, whose
     `factory`, `tools` and `harness` may be objects.
-    fresh: start anew, under the first of NAME, NAME-2, NAME-3 ... that has not run.
-    accept_changes: resume although data files, functions or models' weights have changed since the run began.
+    fresh: start anew, under the first name of NAME, NAME-2, NAME-3 ... without a run.
+    accept_changes: resume although data files, functions or models' weights changed since the run began.
     The other keywords are the keys of a recipe (`groupwise config` lists them); a section is a mapping, `optimizer={"lr": 1e-5}`,
     or its dataclass, `optimizer=gw.settings.OptimizerSettings(lr=1e-5)`.
 
-    Raises ConfigError or DataError with everything that is wrong, before anything is loaded.
+    Raises ConfigError or DataError with all mistakes, before anything is loaded.
 
     >>> training = train(objective="sft", model={"scratch": {"hidden": 32}}, data=[{"prompt": "1+1=", "completion": "2"}], steps=1)
     >>> training.recipe.data.path

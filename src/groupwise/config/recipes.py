@@ -41,7 +41,7 @@ NEUTRAL = ("save.", "parallel.", "runs", "name", "threads")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The one run of a recipe file (or of a bundled recipe's name).
+    """The run of a recipe file, or of a bundled recipe by name.  The recipe must hold one run.
 
     overrides: `key.sub=value`, each value written as in YAML.
     Raises ConfigError with every mistake of the first round that has one, also if the recipe holds several stages.

@@ -51,7 +51,7 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Policy:
-    """A model with its tokenizer.  In eval mode, because what is scored is what sampled."""
+    """A model with its tokenizer, in eval mode."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -137,7 +137,7 @@ class Policy:
         return contextlib.nullcontext()
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Text of token ids, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 

@@ -44,18 +44,17 @@ RESERVED = ("prompt", "completion")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveReward:
-    """A reward function that exists only in this process: a lambda, a closure, a bound method, a function of a notebook.
+    """A reward function of this process: a lambda, a closure, a bound method, a function of a notebook.
 
-    `runs: fork` (the default) calls it on the main thread of a fork of this process, made when the rewards are built.  It sees
-    everything as it was then; what it changes stays in the fork, from call to call, and is not seen here.  Like a function of a
-    file it can use signals, can be killed, and may hold the interpreter without holding up Ctrl-C.  A fork has no other thread of
-    this process: locks that they held stay locked, torch computes on one thread, and CUDA cannot be used.  A lock that blocks it
-    for ever shows as a call without a result.  Build rewards before models are loaded, and there is little to inherit.  After its
-    end (a timeout) it is forked again, from the process as it is then.
+    `runs: fork` (the default) calls it on the main thread of a fork of this process, made when the rewards are built.  The function
+    sees the state of that moment.  Its changes stay in the fork, from call to call.  It can use signals and be killed, and does not
+    delay Ctrl-C.  The fork has no other threads: locks that they held stay locked, torch computes on one thread, and CUDA cannot be
+    used.  A function that waits for such a lock never returns.  Build rewards before models are loaded to keep the fork small.
+    After a timeout the current process is forked again.
 
-    `runs: here` calls it in this process, always in the same thread, which is not the main one.  It sees and changes the
-    program's own objects (its arguments are still copies), may use CUDA, and cannot be stopped: a `timeout` is refused unless it is
-    asynchronous, `signal.alarm` raises, and while it holds the interpreter the whole program stands still.
+    `runs: here` calls it in this process, in one thread that is not the main one.  It sees and changes the program's objects (its
+    arguments are copies) and can use CUDA.  It cannot be stopped: a `timeout` needs an async function, `signal.alarm` raises,
+    and a function that holds the interpreter stops the whole program.
     """
 
     function: Callable[..., Any]
@@ -69,7 +68,7 @@ class LiveReward:
     runs: Literal["fork", "here"] = "fork"
 
     def settings(self) -> RewardSettings:
-        """The same as an entry of a recipe, apart from the function."""
+        """The same as an entry of a recipe, without the function."""
         inner = self.function.function if isinstance(self.function, ProcessReward) else self.function
         name = self.name or getattr(inner, "__name__", type(inner).__name__)
         if self.timeout is not None and not (math.isfinite(self.timeout) and self.timeout > 0.0):
@@ -92,7 +91,7 @@ def build_rewards(
 ) -> Rewards:
     """Find and check every function that a recipe names; `columns` are those of the data rows, `tokenizer` is the policy's.
 
-    verdict: the name of the one whose 1 says that a completion is right; None: by `settings.verdict_of`.
+    verdict: the name of the reward that is 1 for right completions; None: by `settings.verdict_of`.
 
     A function is a built-in (`registry.BUILTINS`), `module:function` or `path/to/file.py:function`, with TRL's signature
     `f(prompts, completions, **columns) -> list[float | None]` or `f(completion, answer) -> float | None`, plain or `async`.

@@ -52,11 +52,11 @@ def train_online(
 ) -> Iterator[Step]:
     """Train `policy` in place on groups; yield a `Step` after every rollout and its updates.
 
-    The same from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
+    docs/grpo_in_one_file.py does the same without the library and without packing; `groupwise explain` shows one step in numbers.
     rollouts: the groups of each step: sampled (`groups.SampledRollouts`), recorded, or yours.
     budget: packed positions per forward and backward pass; it cannot change an update.
-    reference, critic, teacher: those that the algorithm needs (`Algorithm.needs`), and no others.  The reference is frozen.
-    A critic on the policy's backbone learns in the policy's pass, one with a backbone of its own in a pass after it.
+    reference, critic, teacher: exactly those that the algorithm needs (`Algorithm.needs`).  The reference is frozen.
+    A critic on the policy's backbone is trained in the policy's pass, a separate critic in a pass after it.
     Raises ConfigError for a model that is missing or not needed; Diverged, RewardError, EngineError.
     """
     check_models(algorithm, reference=reference, critic=critic, teacher=teacher)

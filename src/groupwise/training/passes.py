@@ -111,7 +111,7 @@ def update(
     optimizers: of what the loss trains; the first one's step is reported.  None: the same loss without a gradient or a step.
     whole_groups: never cut a group (pairs are compared with each other).
 
-    Where memory does not suffice, the same pass is made anew with half the budget, down to one sample at a time.
+    If memory runs out, the pass is repeated with half the budget, down to one sample at a time.
     """
     learn = bool(optimizers)
     while True:
