@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from groupwise.ops.autograd import first_derivative
-from groupwise.ops.linear_cross_entropy import CHUNK_NUMBERS, Head, chunk_rows, head_logits, shaped, slices
+from groupwise.ops.linear_cross_entropy import CHUNK_NUMBERS, Head, chunk_rows, head_logits
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(log q (C, V), log p (C, V)) -> divergence of each row (C,), nats."""
@@ -78,60 +77,16 @@ def head_divergence(
 
     At least float32; float64 for float64 models.
     """
-    teacher = (teacher_ME.detach(), teacher_head)
-    return _Divergence.apply(hidden_MD, head.weight_VD, head.bias_V, head, *teacher, temperature_M, divergence, chunk_numbers)  # type: ignore[return-value]
+    precision = torch.promote_types(head.weight_VD.dtype, torch.float32)
+    rows = chunk_rows(head.weight_VD.shape[0], precision.itemsize, head.weight_VD.shape[1], chunk_numbers)
 
+    def of_chunk(hidden_CD: Tensor, teacher_CE: Tensor, temperature_C: Tensor) -> Tensor:
+        with torch.no_grad():  # its head may be the student's own
+            log_p_CV = _log_probs(head_logits(teacher_CE, teacher_head), temperature_C)
+        return divergence(_log_probs(head_logits(hidden_CD, head), temperature_C), log_p_CV)
 
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        head: Head,
-        teacher_ME: Tensor,
-        teacher_head: Head,
-        temperature_M: Tensor,
-        divergence: Divergence,
-        chunk_numbers: int,
-    ) -> Tensor:
-        precision = torch.promote_types(weight_VD.dtype, torch.float32)
-        found_M = torch.zeros(hidden_MD.shape[0], dtype=precision, device=hidden_MD.device)
-        rows = chunk_rows(weight_VD.shape[0], precision.itemsize, weight_VD.shape[1], chunk_numbers)
-        ctx.chunks = slices(0, hidden_MD.shape[0], rows)
-        for chunk in ctx.chunks:
-            sides = ((hidden_MD, head), (teacher_ME, teacher_head))
-            found_M[chunk] = divergence(*(_log_probs(head_logits(h[chunk], side), temperature_M[chunk]) for h, side in sides))
-        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, teacher_ME, teacher_head.weight_VD, temperature_M)
-        ctx.head, ctx.teacher_head, ctx.divergence = head, teacher_head, divergence
-        ctx.lower = torch.get_autocast_dtype(hidden_MD.device.type) if torch.is_autocast_enabled(hidden_MD.device.type) else None
-        return found_M
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_MD, weight_VD, bias_V, teacher_ME, _, temperature_M = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        hidden_grad_MD = torch.zeros_like(hidden_MD) if needs[0] else None
-        weight_grad_VD = torch.zeros_like(weight_VD) if needs[1] else None
-        bias_grad_V = torch.zeros_like(bias_V) if needs[2] else None
-        with torch.autocast(hidden_MD.device.type, ctx.lower, enabled=ctx.lower is not None):
-            for chunk in ctx.chunks:
-                log_p_CV = _log_probs(head_logits(teacher_ME[chunk], ctx.teacher_head), temperature_M[chunk])
-                plain_CV = F.linear(hidden_MD[chunk], weight_VD, bias_V)
-                with torch.enable_grad():
-                    leaf_CV = plain_CV.detach().requires_grad_()
-                    log_q_CV = _log_probs(shaped(leaf_CV, ctx.head), temperature_M[chunk])
-                    (grad_CV,) = torch.autograd.grad(ctx.divergence(log_q_CV, log_p_CV), leaf_CV, grads[0][chunk])
-                del log_p_CV, log_q_CV, leaf_CV
-                if hidden_grad_MD is not None:
-                    hidden_grad_MD[chunk] = grad_CV @ weight_VD.to(grad_CV.dtype)
-                if weight_grad_VD is not None:
-                    weight_grad_VD += grad_CV.T @ hidden_MD[chunk].to(grad_CV.dtype)
-                if bias_grad_V is not None:
-                    bias_grad_V += grad_CV.sum(0)
-        return hidden_grad_MD, weight_grad_VD, bias_grad_V, *([None] * 6)
+    chunks = zip(*(x.split(rows) for x in (hidden_MD, teacher_ME.detach(), temperature_M)), strict=True)
+    return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
 
 
 def _log_probs(logits_CV: Tensor, temperature_C: Tensor) -> Tensor:

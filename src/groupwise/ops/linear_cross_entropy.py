@@ -79,12 +79,8 @@ def slices(start: int, stop: int, size: int) -> list[slice]:
 
 def head_logits(hidden_CD: Tensor, head: Head) -> Tensor:
     """Logits (C, V) in the compute type of the head's product, before temperature."""
-    return shaped(F.linear(hidden_CD, head.weight_VD, head.bias_V), head)
-
-
-def shaped(product_CV: Tensor, head: Head) -> Tensor:
-    """Logits of a head's product: its scale and its soft cap; differentiable."""
-    logits_CV = product_CV if head.scale == 1.0 else product_CV * head.scale
+    logits_CV = F.linear(hidden_CD, head.weight_VD, head.bias_V)
+    logits_CV = logits_CV if head.scale == 1.0 else logits_CV * head.scale
     return logits_CV if head.softcap is None else head.softcap * torch.tanh(logits_CV / head.softcap)
 
 
