@@ -63,7 +63,7 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
     """The `forward` that a module gets.   last: it is the model's last norm."""
     match describe(module):
         case Norm(rms=True) as norm:
-            return partial(_last_norm if last else _norm, norm)
+            return partial(_norm, norm, last)
         case Attention(rotary=True, gated=False) as attention:
             return partial(_rotary_attention, attention)
         case MLP() as mlp if not any("forward" in vars(part) for part in (*mlp.products, mlp.activation)):
@@ -86,13 +86,9 @@ def _flat(hidden_states: Tensor) -> Tensor:
     return hidden_states.reshape(-1, hidden_states.shape[-1]).to(_lower(hidden_states))
 
 
-def _norm(norm: Norm, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, norm.weight_D, norm.eps, _lower(hidden_states))
-
-
-def _last_norm(norm: Norm, hidden_states: Tensor) -> Tensor:
-    # It feeds heads of any precision, so it does not round for a product.
-    return rms_norm(hidden_states, norm.weight_D, norm.eps, hidden_states.dtype)
+def _norm(norm: Norm, last: bool, hidden_states: Tensor) -> Tensor:
+    # The last one feeds heads of any precision, so it does not round for a product.
+    return rms_norm(hidden_states, norm.weight_D, norm.eps, hidden_states.dtype if last else _lower(hidden_states))
 
 
 def _hooked(*modules: nn.Module) -> bool:

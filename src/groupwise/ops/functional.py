@@ -114,7 +114,10 @@ def one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:
 
 
 def rotary(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
-    """Rotate pairs (i, i + W/2) by the position's angles: `x * cos + rotate_half(x) * sin`, rounded once, to x's type."""
+    """Rotate pairs (i, i + W/2) by the position's angles: `x * cos + rotate_half(x) * sin`, rounded once, to x's type.
+
+    Both halves of a table are alike.
+    """
     return Rotary.apply(x_HTW, cos_TW, sin_TW)  # type: ignore[return-value]
 
 
@@ -123,39 +126,29 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
-        ctx.compiled = _rotates_in_one_pass(x_HTW, cos_TW)
-        if ctx.compiled:
-            cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW))
         ctx.save_for_backward(cos_TW, sin_TW)
-        if ctx.compiled:
-            return operations.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW).transpose(0, 1)[None]
-        half = x_HTW.shape[-1] // 2
-        # Widened first: products of two types at once are slow.
-        wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
-        out_HTW = wide_HTW * cos_TW
-        out_HTW[..., :half].addcmul_(wide_HTW[..., half:], sin_TW[..., :half], value=-1)
-        out_HTW[..., half:].addcmul_(wide_HTW[..., :half], sin_TW[..., half:])
-        return out_HTW.to(x_HTW.dtype)
+        return _rotated(x_HTW, cos_TW, sin_TW, 1.0)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_TW, sin_TW = ctx.saved_tensors
-        grad_HTW = grads[0]
-        if ctx.compiled:
-            grad_HTW = grad_HTW if grad_HTW.stride(-1) == 1 else grad_HTW.contiguous()
-            return operations.rotary(grad_HTW[0].transpose(0, 1), cos_TW, sin_TW, -1.0).transpose(0, 1)[None], None, None
-        half = grad_HTW.shape[-1] // 2
-        wide_HTW = grad_HTW.to(torch.promote_types(grad_HTW.dtype, cos_TW.dtype))
-        out_HTW = wide_HTW * cos_TW
-        out_HTW[..., :half].addcmul_(wide_HTW[..., half:], sin_TW[..., half:])
-        out_HTW[..., half:].addcmul_(wide_HTW[..., :half], sin_TW[..., :half], value=-1)
-        return out_HTW.to(grad_HTW.dtype), None, None
+        grad_HTW = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        return _rotated(grad_HTW, cos_TW, sin_TW, -1.0), None, None
 
 
-def _rotates_in_one_pass(x_1HTW: Tensor, cos_11TW: Tensor) -> bool:
-    """True if the compiled rotary embedding takes these heads: one stream, float32 angles, halves of heads of whole vectors."""
-    return x_1HTW.shape[0] == 1 and cos_11TW.dtype == torch.float32 and kernels.fits(x_1HTW, cos_11TW, width=x_1HTW.shape[-1] // 2)
+def _rotated(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float) -> Tensor:
+    """sign: -1 rotates back.   The kernel takes one stream, float32 angles, and halves of heads of whole vectors."""
+    half = x_HTW.shape[-1] // 2
+    if x_HTW.shape[0] == 1 and cos_TW.dtype == torch.float32 and kernels.fits(x_HTW, cos_TW, width=half):
+        cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW))
+        return operations.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
+    # Widened first: products of two types at once are slow.
+    wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
+    out_HTW = wide_HTW * cos_TW
+    out_HTW[..., :half].addcmul_(wide_HTW[..., half:], sin_TW[..., :half], value=-sign)
+    out_HTW[..., half:].addcmul_(wide_HTW[..., :half], sin_TW[..., half:], value=sign)
+    return out_HTW.to(x_HTW.dtype)
 
 
 Affine = tuple[Tensor, Tensor | None]

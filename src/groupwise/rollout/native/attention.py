@@ -354,8 +354,7 @@ class Decode(KeepingAttend):
     def __call__(self, query: Query) -> Tensor:
         """See `models.attention.Attend`, row by row: (R, H, E)."""
         query_RHD, key_RKD, value_RKE = query.query_THD, query.key_TKD, query.value_TKE
-        count, heads, width = query_RHD.shape
-        shared = key_RKD.shape[1]
+        (count, heads, width), shared = query_RHD.shape, key_RKD.shape[1]
         reach = query.reach.within(self.longest_prompt + self.longest)
         prompt = self.prompts.layers[query.layer]
         own = self.own.layer(query.layer, key_RKD, prompt.block, value_RKE)
@@ -366,15 +365,22 @@ class Decode(KeepingAttend):
             return decoding.decode_attention(query_RHD, key_RKD, value_RKE, *slabs, *rows, query.scale, reach.window)
         own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKE)
 
-        return over_both(
-            query_RHD.reshape(count, shared, heads // shared, width),
-            own.view(count, self.places),
-            prompt.view(self._end_P.shape[0], self.longest_prompt),
-            self._indices(shared),
-            query,
-            self._bias_of_own(reach, query_RHD.dtype),
-            self._bias_of_prompt(reach, heads // shared, query_RHD.dtype),
-        )
+        query_RKQD, how = query_RHD.reshape(count, shared, heads // shared, width), (query.scale, query.cap)
+        own_RKQD, own_lse_RKQ = part(query_RKQD, *own.view(count, self.places), *how, self._bias_of_own(reach, query_RHD.dtype))
+        if query.sinks_H is not None:
+            sinks_KQ = query.sinks_H.to(own_lse_RKQ.dtype).view(shared, -1)
+            own_RKQD = own_RKQD * torch.sigmoid(own_lse_RKQ - sinks_KQ)[..., None].to(own_RKQD.dtype)
+            own_lse_RKQ = torch.logaddexp(own_lse_RKQ, sinks_KQ)
+        to_prompt, from_prompt = self._indices(shared)
+        prompts, places = self._end_P.shape[0], to_prompt.shape[0]
+        query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
+        bias = self._bias_of_prompt(reach, heads // shared, query_RHD.dtype)
+        prompt_PKXD, prompt_lse_PKX = part(query_PKXD, *prompt.view(prompts, self.longest_prompt), *how, bias)
+        prompt_RKQD = prompt_PKXD.reshape(places, -1).index_select(0, from_prompt).view(own_RKQD.shape)
+        prompt_lse_RKQ = prompt_lse_PKX.reshape(places, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
+        # softmax over the union: each part weighs in with its share of the sum of exponentials
+        share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
+        return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(count, heads, -1)
 
     def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
         """Rows x heads -> prompts x heads x members, and back.
@@ -490,37 +496,6 @@ class Extend(KeepingAttend):
             rows = decoding.Rows(self.entry_R[:active], self.prompt_length_P)
             turns.append((start_R[:active] + t, rows, kept_R[:active] + t + 1))
         return turns
-
-
-def over_both(
-    query_RKQD: Tensor,
-    own: tuple[Tensor, Tensor],
-    prompt: tuple[Tensor, Tensor],
-    indices: tuple[Tensor, Tensor],
-    query: Query,
-    bias_of_own: Tensor | None,
-    bias_of_prompt: Tensor | None,
-) -> Tensor:
-    """Attention of rows to their own tokens and to their prompts' -> (R, H, E).
-
-    own: keys (R, K, T, D) and values (R, K, T, E).   prompt: (P, K, M, D) and (P, K, M, E).   indices: rows x heads -> prompts x
-    heads x members, and back.   query: what is asked, beside rows and keys.
-    """
-    (count, shared, queries, width), prompts = query_RKQD.shape, prompt[0].shape[0]
-    own_RKQD, own_lse_RKQ = part(query_RKQD, *own, query.scale, query.cap, bias_of_own)
-    if query.sinks_H is not None:
-        sinks_KQ = query.sinks_H.to(own_lse_RKQ.dtype).view(shared, queries)
-        own_RKQD = own_RKQD * torch.sigmoid(own_lse_RKQ - sinks_KQ)[..., None].to(own_RKQD.dtype)
-        own_lse_RKQ = torch.logaddexp(own_lse_RKQ, sinks_KQ)
-    to_prompt, from_prompt = indices
-    query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
-    prompt_PKXD, prompt_lse_PKX = part(query_PKXD, *prompt, query.scale, query.cap, bias_of_prompt)
-    places = to_prompt.shape[0]
-    prompt_RKQD = prompt_PKXD.reshape(places, -1).index_select(0, from_prompt).view(own_RKQD.shape)
-    prompt_lse_RKQ = prompt_lse_PKX.reshape(places, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
-    # softmax over the union: each part weighs in with its share of the sum of exponentials
-    share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
-    return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(count, shared * queries, -1)
 
 
 ALIGNS = ("cuda",)
