@@ -259,6 +259,29 @@ def test_an_episode_ends_in_time_whatever_a_turn_calls(table: Callable[..., Any]
     assert killed.is_set()
 
 
+def test_sampling_takes_no_time_of_an_episode(table: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what an episode earns depends on how fast the machine samples, and on how many episodes it samples at once."""
+    now = [0.0]
+    monkeypatch.setattr(tool_episodes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow(calls: Any, *, seconds: float) -> tuple[list[ToolResult], None]:
+        now[0] += 6.0
+        return [ToolResult(text="3") for _ in calls], None
+
+    at = table(tools=(ADD,), runs="thread", episode_timeout=10.0)
+    for turns, end in ((0, Finish.EOS), (1, Finish.EOS), (2, Finish.DEADLINE)):
+        talk, _ = at.begin()
+        monkeypatch.setattr(talk._environment, "call", slow)
+        for turn in range(turns):
+            now[0] += 1e6
+            reply = at.say(talk, call("add", a=1, b=2))
+            assert reply.finish is (Finish.DEADLINE if turn == 1 else None)
+        if end is Finish.EOS:
+            now[0] += 1e6
+            reply = at.say(talk, "It is 3.")
+        assert reply.finish is end
+
+
 def test_asynchronous_calls_are_answered_as_soon_as_those_before_them() -> None:
     """Also beside one that takes no notice of its deadline: what is before it keeps its result."""
     gate = asyncio.Event()

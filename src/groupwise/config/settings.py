@@ -343,7 +343,7 @@ class EnvironmentSettings:
     tool_timeout: Annotated[float, Gt(0.0)] = 30.0
     """Seconds of a tool call, `reset` or `step`."""
     episode_timeout: Annotated[float, Gt(0.0)] = 600.0
-    """Seconds of an episode, with sampling; for a harness without sampling."""
+    """Seconds of an episode, without sampling."""
     max_observation_tokens: Positive = 1024
     """Longest answer to a turn, in tokens; longer ones are cut with a note."""
     max_observation_bytes: Positive = 32768

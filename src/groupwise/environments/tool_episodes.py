@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,17 +117,18 @@ class ToolEpisode:
         self._state: Mapping[str, Any] | None = None
         self._broken_off = False
         """True if it was ended from outside: what fails then is no failure."""
-        self._deadline = 0.0
+        self._unused, self._deadline = world.settings.episode_timeout, 0.0
+        """Seconds that the environment has left, and when they end; while the policy samples the clock stands still."""
         self._pending: Future[Reply] | None = None
 
     def open(self) -> Future[Reply]:
         """Reset the environment in a thread; its observation ends the prompt."""
-        self._pending = threads.begin(self._open, "episode")
+        self._pending = threads.begin(partial(self._timed, self._open), "episode")
         return self._pending
 
     def answer(self) -> Future[Reply]:
         """Carry out the calls of the turn, or `step`, in a thread."""
-        self._pending = threads.begin(self._answer, "episode")
+        self._pending = threads.begin(partial(self._timed, self._answer), "episode")
         return self._pending
 
     def close(self, finish: Finish) -> Episode:
@@ -155,9 +157,14 @@ class ToolEpisode:
         """Seconds that a call may take."""
         return max(0.0, min(self._world.settings.tool_timeout, self._deadline - time.monotonic()))
 
+    def _timed(self, stage: Callable[[], Reply]) -> Reply:
+        self._deadline = time.monotonic() + self._unused
+        reply = stage()
+        self._unused = self._deadline - time.monotonic()
+        return reply
+
     def _open(self) -> Reply:
         codec = self._world.codec
-        self._deadline = time.monotonic() + self._world.settings.episode_timeout
         if self._prompt.messages is None:
             raise EnvironmentFailure("conversations are chat messages, and the prompt is a plain string: set data.chat: true")
         content = self._world.prompts.marked([dict(message) for message in self._prompt.messages])

@@ -155,7 +155,7 @@ def world_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
             ("environment", f"{who} asks for the policy's turns; gives a reward"),
             (
                 "episodes",
-                f"at most {settings.max_turns} turns, {settings.episode_timeout:g} s of its own, {settings.at_once} at once",
+                f"at most {settings.max_turns} turns, {settings.episode_timeout:g} s without sampling, {settings.at_once} at once",
             ),
         ]
         if settings.harness == "outside" and not os.environ.get(TOKEN):
@@ -173,8 +173,8 @@ def world_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
     lines.append(
         (
             "episodes",
-            f"at most {settings.max_turns} turns and {settings.episode_timeout:g} s; a call {settings.tool_timeout:g} s; an answer "
-            f"{settings.max_observation_tokens:,} tokens",
+            f"at most {settings.max_turns} turns and {settings.episode_timeout:g} s without sampling; a call "
+            f"{settings.tool_timeout:g} s; an answer {settings.max_observation_tokens:,} tokens",
         )
     )
     return lines
