@@ -27,8 +27,8 @@ def accuracy(
     prompts: Sequence[str] | None = None,
     finish_reasons: Sequence[str] | None = None,
 ) -> list[float | None]:
-    r"""1.0 if the completion's answer is mathematically equal to the gold, 0.0 if it is not or if there is none; None if the gold
-    cannot be read, or is words: a reward that does not apply leaves the group's statistics.
+    r"""1.0 if the completion's answer is mathematically equal to the gold answer, else 0.0.  None if the gold answer is
+    unreadable, or words.
 
     The answer is what `answers.find_answer` finds: the last `\boxed{}` after the last `</think>`, `####` or `<answer>`, else what
     follows "answer is".  A truncated completion has an answer only if it is marked.  Numbers, sets, intervals, units,
@@ -59,8 +59,8 @@ def accuracy(
 def exact(
     completions: Sequence[str], gold: Sequence[Any], finish_reasons: Sequence[str] | None = None, *, ignore_case: bool = False
 ) -> list[float | None]:
-    """1.0 if the completion's answer is the gold, character by character, white space at both ends aside; else 0.0; None if the
-    gold is empty.
+    """1.0 if the completion's answer equals the gold answer, except for white space at both ends, else 0.0.  None if the gold
+    answer is empty.
 
     A completion without a marked answer (a box, `####`, `<answer>`, "answer is") is compared as a whole, from its last `</think>`
     on; one that is truncated is not.  How quotes, accents, line ends and minus signs are encoded makes no difference.
@@ -82,7 +82,7 @@ def exact(
 
 
 def number(completions: Sequence[str], gold: Sequence[Any], finish_reasons: Sequence[str] | None = None) -> list[float | None]:
-    """1.0 if the final number of the completion is that of the gold, else 0.0; None if the gold holds no number.
+    """1.0 if the completion's last number is the gold answer's, else 0.0.  None if the gold answer has no number.
 
     GSM8K's convention (2110.14168): the number behind `####`, commas and dollar signs aside.  Without a marked answer the last
     number written counts, so a completion need not follow any format; a truncated one must have marked its answer.

@@ -38,7 +38,7 @@ class EnvironmentState:
 
 
 def environment(completions: Sequence[str], environment_rewards: Sequence[float | None]) -> list[float | None]:
-    """What the environment gave for the episode: `get_reward()`, or the sum of what `step` gave; None if it gave nothing.
+    """The environment's reward of the episode: `get_reward()`, or the sum of the rewards of `step`; None if there is none.
 
     >>> environment(["5"], [0.5])
     [0.5]

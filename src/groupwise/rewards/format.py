@@ -20,8 +20,8 @@ def opened(prompt: str, tag: str = "think") -> bool:
 
 
 def think_format(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """1.0 if the completion starts with `<think>`, closes it, and opens no second one; else 0.0 (DeepSeek-R1's format reward,
-    2501.12948; on prompts that do not open the block equal to TRL's `think_format_reward`).
+    """1.0 if the completion starts with `<think>`, closes it, and opens no second one, else 0.0 (DeepSeek-R1's format reward,
+    2501.12948; equal to TRL's `think_format_reward` if the prompt does not open the block).
 
     A `<think>` that the chat template has already opened at the end of the prompt counts as opened.
 
@@ -36,7 +36,7 @@ def think_format(prompts: Sequence[str], completions: Sequence[str]) -> list[flo
 
 
 def tags(prompts: Sequence[str], completions: Sequence[str], *, tags: Sequence[str] = ("think", "answer")) -> list[float]:
-    """Share of the marks `<tag>` and `</tag>` that appear exactly once, tag by tag (Open-R1's `tag_count_reward`, for any tags).
+    """Share of the marks `<tag>` and `</tag>` of all tags that appear exactly once (Open-R1's `tag_count_reward`).
 
     A first tag that the chat template has already opened at the end of the prompt counts as opened.
     Raises ConfigError if `tags` is empty or a string.

@@ -11,8 +11,8 @@ from groupwise.rewards.accuracy import accuracy
 
 
 def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_tokens: int, cache: int) -> list[float]:
-    """With n tokens: 0 up to L - c, then falling to -1 at L, -1 above (L `max_tokens`, c `cache`; DAPO 2503.14476, eq. 13):
-    `((L - c) - n) / c` for L - c < n <= L.
+    """For n tokens: 0 up to L - c, `((L - c) - n) / c` from there to L, -1 above (L `max_tokens`, c `cache`; DAPO 2503.14476,
+    eq. 13).
 
     Raises ConfigError unless 0 < cache <= max_tokens.
 

@@ -43,7 +43,7 @@ def model_reward(
     attention: str = "shared",
     trust_remote_code: bool = False,
 ) -> Callable[..., Any]:
-    """The reward function `model`: a sequence-classification model with one label from a folder or the hub.
+    """The score of a sequence-classification model with one label, from a folder or the hub.
 
     tokenizer: the policy's; None where there is no policy, and only texts are scored.
     steps: cut completions into steps (`segment_steps`, with `pattern` or `ends`) and reward each: with a model that pools `mean` or
