@@ -7,6 +7,8 @@ from encoders import encode_demonstrations, encode_prompts
 from transformers import AutoTokenizer
 
 from groupwise.config.settings import DataSettings
+from groupwise.data import templates
+from groupwise.data.messages import variables_in
 from groupwise.data.sources import BadRow, SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer, bpe_tokenizer, byte_tokenizer
@@ -363,7 +365,7 @@ def test_a_recipe_sets_variables_for_every_conversation_and_rows_go_over_them():
     rows = SourceRows("f", [{"prompt": "1"}, {"prompt": "1", "chat_template_kwargs": {"thinking": False}}])
     (one, other), report = encode_prompts(rows, template, max_tokens=60)
     assert [one.text, other.text] == ["nowT<|user|>1<|end|><|assistant|>", "now<|user|>1<|end|><|assistant|>"]
-    assert template.variables_of(rows[1]) == {"thinking": False, "date": "now"} and "mention" not in str(report)
+    assert template.with_own(variables_in(rows[1], "row")) == {"thinking": False, "date": "now"} and "mention" not in str(report)
     (answered,), _ = encode_demonstrations(
         SourceRows("f", [{"prompt": "1", "completion": "2"}]), template, context=99, eos_ids=(1,)
     )
@@ -452,3 +454,11 @@ def test_the_ids_of_an_answered_prompt_are_those_of_its_whole_text(tokenizer):
     for question, answer, completion in zip(questions, answers, template.complete(questions, answers, [1]), strict=True):
         whole = tokenizer(question.text + answer, add_special_tokens=False)["input_ids"]
         assert [*question.tokens.tolist(), *completion.tokens.tolist()] == [*whole, 1]
+
+
+def test_texts_are_encoded_in_batches_and_keep_their_order(monkeypatch):
+    template = Template(tokenizer=byte_tokenizer())
+    texts = [f"{i}" * (i % 4) for i in range(11)]
+    whole = template.encode(texts, plain=[True] * 11)
+    monkeypatch.setattr(templates, "AT_ONCE", 3)
+    assert [ids.tolist() for ids in template.encode(texts, plain=[True] * 11)] == [ids.tolist() for ids in whole]

@@ -28,7 +28,6 @@ from groupwise.data.messages import (
     garbled,
     names_missing,
     tools_in,
-    variables_in,
     with_arguments,
 )
 from groupwise.data.rendering import Chat, Refusal, render_chats, shown_template, unmentioned
@@ -48,6 +47,8 @@ Tools = Callable[[Mapping[str, Any]], Schemas | None]
 OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
 """Marks around control tokens that are text, while they pass through a chat template: two characters that nobody uses."""
 
+AT_ONCE = 1_000
+"""Texts that the tokenizer encodes at a time: what it makes of one is many times as large as its ids, and would fill the memory."""
 THINK = "<think>"
 MARK = "zq7mark"
 """Stands for an answer where the template is looked at."""
@@ -138,7 +139,8 @@ class Template(Wording):
         core.no_truncation()
         core.no_padding()
         core.encode_special_tokens = bool(self.tokenizer.split_special_tokens)
-        return [one.ids for one in core.encode_batch_fast(texts, add_special_tokens=False)]
+        batches = (texts[start : start + AT_ONCE] for start in range(0, len(texts), AT_ONCE))
+        return [one.ids for batch in batches for one in core.encode_batch_fast(batch, add_special_tokens=False)]
 
     @cached_property
     def _core(self) -> Any:
@@ -281,17 +283,13 @@ class Template(Wording):
             control = tuple(dict.fromkeys(token for text in texts for token in self.typed_pattern.findall(text)))
         if tools and self.tools is None and self.control_tokens == "plain":
             tools = self.shielded(tools)
-        return control, tools or None, self._with_own(variables), tools is None
+        return control, tools or None, self.with_own(variables), tools is None
 
-    def _with_own(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_own(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Further variables of the chat template: of all conversations, and those of a row."""
         if not variables:
             return self.variables
         return {**self.variables, **(self.shielded(variables) if self.control_tokens == "plain" else variables)}
-
-    def variables_of(self, row: Row) -> Mapping[str, Any]:
-        """Further variables of the chat template: of all conversations, and from the column `chat_template_kwargs` of a row."""
-        return self._with_own(variables_in(row, "row"))
 
     def unshown(self, questions: Sequence[Question]) -> list[tuple[str, ...]]:
         """What the prompt of each question lacks: `tool` and `call` where the chat template does not write one."""
@@ -412,29 +410,18 @@ class Template(Wording):
 
         Added tokens cut a text before it is tokenised; so the ids of the other stretches are those of the whole.
         """
-        pattern = re.compile(f"{OPEN}.*?{CLOSE}|({self.typed_pattern.pattern})", re.DOTALL)
-        pieces, plain, start = [""], [False], 0
+        pattern = re.compile(rf"{OPEN}.*?{CLOSE}|{self.typed_pattern.pattern}|\Z", re.DOTALL)
+        ids, whole, start = list[int](), "", 0
         for match in pattern.finditer(text):
-            if match[1] is None:
+            if match[0].startswith(OPEN):
                 continue
-            stretch = text[start : match.start()]
+            stretch, start = text[start : match.start()], match.end()
             if OPEN in stretch or CLOSE in stretch:
-                pieces += [stretch, match[0]]
-                plain += [True, False]
+                ids += self._plainly([whole])[0] + self._encode_as_text(unmarked(stretch))
+                whole = match[0]
             else:
-                pieces[-1] += stretch + match[0]
-            start = match.end()
-        rest = text[start:]
-        if OPEN in rest or CLOSE in rest:
-            pieces.append(rest)
-            plain.append(True)
-        else:
-            pieces[-1] += rest
-        ids: list[int] = []
-        for piece, as_text in zip(pieces, plain, strict=True):
-            bare = unmarked(piece)
-            ids += self._encode_as_text(bare) if as_text else self.tokenizer(bare, add_special_tokens=False)["input_ids"]
-        return ids
+                whole += stretch + match[0]
+        return ids + self._plainly([whole])[0]
 
     def _rendered(self, chats: Sequence[str | Chat | Refusal]) -> list[str | Refusal]:
         """Texts; strings are texts already, and a refusal stays one."""

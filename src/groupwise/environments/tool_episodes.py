@@ -21,7 +21,7 @@ import numpy as np
 
 from groupwise.config.settings import EnvironmentSettings
 from groupwise.data.encoding import cut_left
-from groupwise.data.messages import Messages
+from groupwise.data.messages import Messages, variables_in
 from groupwise.data.rendering import shown_template
 from groupwise.data.templates import Template, unmarked
 from groupwise.environments.chat_codec import ChatCodec, recorded
@@ -104,7 +104,7 @@ class ToolEpisode:
         self._prompt = stream.prompt
         self._environment = world.runtime.make(kind)
         self._schemas = {name_of(schema): schema for schema in kind.schemas}
-        self._tools, self._variables = kind.schemas or None, world.prompts.variables_of(stream.prompt.row)
+        self._tools, self._variables = kind.schemas or None, world.prompts.with_own(variables_in(stream.prompt.row, "row"))
         self._written: Messages = []
         """The whole conversation, with marks around what is encoded as text."""
         self._text = stream.prompt.text

@@ -61,24 +61,18 @@ Texts = tuple[str, str]
 """The end of a prompt and the beginning of a completion."""
 
 
-def failure(reward: Reward, labels: Sequence[str], happened: str, texts: Texts | None = None, on: str = "on") -> RewardError:
-    r"""The error of a call that did not end with a value.   happened: what a function did.   texts: of the one completion.
-
-    It may quote a completion: control characters are shown as escapes.
-    """
-    return _quoting(reward, f"the reward function {reward.name!r} {happened}; {on} {described(labels)}", texts)
-
-
 def raised(reward: Reward, labels: Sequence[str], words: Mapping[str, str], texts: Texts | None = None) -> RewardError:
     """The error of a call that raised.   words: of `process_main.described`."""
     if words["kind"] == "RewardError":
-        return _quoting(reward, words["error"], texts)
+        return failure(reward, words["error"], texts)
     where = f" ({words['where']})" if words["where"] else ""
     on = "on" if texts is None or reward.signature.single else "probably on"  # by variables, which outlive their loop
-    return failure(reward, labels, f"raised {words['kind']}: {words['error']}{where}", texts, on)
+    happened = f"raised {words['kind']}: {words['error']}{where}"
+    return failure(reward, f"the reward function {reward.name!r} {happened}; {on} {described(labels)}", texts)
 
 
-def _quoting(reward: Reward, message: str, texts: Texts | None) -> RewardError:
+def failure(reward: Reward, message: str, texts: Texts | None) -> RewardError:
+    """The error of a call that did not end with a value.   texts: of the one completion, to be quoted."""
     quoted = "" if texts is None else f"; the completion: {texts[1]!r}, the prompt: {texts[0]!r}"
     error = RewardError(escaped(message, keep="") + quoted)
     error.of_file = not reward.spec.startswith(LIVE)
@@ -207,7 +201,8 @@ class Host:
                 labels, texts = [*call.labels], call.texts[0] if call.single else None
                 if call.asynchronous:  # on any of those that it had begun
                     labels, texts = labels + [label for one in others if one.reward == call.reward for label in one.labels], None
-                raise failure(call.reward, labels, f"did not return: {error}", texts) from None
+                message = f"the reward function {call.reward.name!r} did not return: {error}; on {described(labels)}"
+                raise failure(call.reward, message, texts) from None
             outcomes += outcomes_of(left, answers)
             outcomes += [out_of_time(call, time_limit(call), late) for call in late]
         return outcomes
