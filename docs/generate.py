@@ -332,7 +332,7 @@ Groupwise compares its computation with the model's own forward and backward pas
 device and dtype of the run. A model that differs is refused with the reason. The plan lists what is proven:
 
 ```text
-proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu in float32, at 7 lengths from 2 to 95 (to 2e-06)
+proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu in float32, at 7 lengths from 2 to 95, to 2e-06 nats
 ```
 
 - scoring: log-probs, in streams of several prompts and completions, within 0.0002 nats;

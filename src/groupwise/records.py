@@ -267,14 +267,19 @@ class Rollout:
     @property
     def place(self) -> str:
         """For messages, behind the word completion: `3 of row 7 (epoch 0)`, `3 of held-out row 7`; all count from 0."""
-        visit, _, row = self.prompt.id.rpartition("/")
-        if not row.isdecimal():
-            return f"{self.index} of prompt {self.prompt.id}"
-        return (
-            f"{self.index} of held-out row {row}"
-            if visit == "eval"
-            else f"{self.index} of row {row}" + (f" (epoch {visit})" if visit else "")
-        )
+        return place_of(self.prompt.id, self.index)
+
+
+def place_of(prompt: str, index: int) -> str:
+    """Which completion it is, by the id of its prompt (`Rollout.place`).
+
+    >>> place_of("0/7", 3), place_of("eval/7", 3), place_of("sum", 3)
+    ('3 of row 7 (epoch 0)', '3 of held-out row 7', '3 of prompt sum')
+    """
+    visit, _, row = prompt.rpartition("/")
+    if not row.isdecimal():
+        return f"{index} of prompt {prompt}"
+    return f"{index} of held-out row {row}" if visit == "eval" else f"{index} of row {row}" + (f" (epoch {visit})" if visit else "")
 
 
 TIE = 2.0**-22
@@ -358,7 +363,7 @@ class Scored:
         return np.where(np.isnan(verdict_G), np.nan, verdict_G >= 1.0 - 1e-9)
 
     @property
-    def dead(self) -> bool:
+    def equal_rewards(self) -> bool:
         """True if all rewards are equal up to rounding, or all are None."""
         return alike(self.reward, self.rewards * np.array(self.weights))
 

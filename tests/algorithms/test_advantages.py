@@ -97,11 +97,11 @@ def test_differences_below_rounding_are_no_differences(scored, name, keywords):
     function = PARTS["credit"][name]()
     group = scored(WEIGHTED, weights=(0.1, 0.2, 0.3))
     assert len(set(group.reward)) == 2
-    assert group.dead
+    assert group.equal_rewards
     function = with_options(function, {key: value for key, value in keywords.items() if key in parameters(function)})
     assert credit.is_dead(function([group])[0])
     cancelled = scored([[3.0, 1.0], [0.0, 0.0]], weights=(0.1, -0.3))  # 5.6e-17 and 0
-    assert cancelled.dead
+    assert cancelled.equal_rewards
     assert credit.is_dead(function([cancelled])[0])
     single = scored((np.float32([0.1, 0.2, 0.3]) @ np.float32(WEIGHTED).T).astype(float))
     assert credit.is_dead(function([single])[0])

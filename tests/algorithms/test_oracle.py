@@ -255,7 +255,7 @@ def test_advantage_case(case, content, scored):
         found = credit.Standardized(scale=config["scale_rewards"])(groups)
     expected = np.array(case["advantages"]).reshape(len(groups), case["G"])
     for group, advantages, expected_G in zip(groups, found, expected, strict=True):
-        if group.dead and config["multi_objective_aggregation"] == "sum_then_normalize":
+        if group.equal_rewards and config["multi_objective_aggregation"] == "sum_then_normalize":
             # Differs on purpose: exactly 0, where TRL's float32 mean leaves -7e-5.
             assert all(advantage == 0.0 for completion in advantages for advantage in completion)
             assert np.abs(expected_G).max() < 1e-3

@@ -114,10 +114,10 @@ GIVES = [
     ("np.zeros(7)", "the credit 'f' (my_parts.py:2) gave 7 entries for 1 groups"),
     ("3.0", "the credit 'f' (my_parts.py:2) gave float 3.0, expected"),
     ("[[1.0]]", "the credit 'f' (my_parts.py:2) gave 1 entries for 2 completions of prompt p"),
-    ("[[np.zeros(5), 1.0]]", r"the credit 'f' (my_parts.py:2) gave an array of shape (5,) for completion p#0 of 2 tokens"),
-    ("[['much', 1.0]]", "the credit 'f' (my_parts.py:2) gave str much for completion p#0 of 2 tokens"),
-    ("[[1.0, float('nan')]]", "the credit 'f' (my_parts.py:2) gave nan for completion p#1 of 2 tokens, whose reward is 0"),
-    ("[[1.0, float('inf')]]", "the credit 'f' (my_parts.py:2) gave inf for completion p#1"),
+    ("[[np.zeros(5), 1.0]]", r"the credit 'f' (my_parts.py:2) gave an array of shape (5,) for completion 0 of prompt p (2 tokens)"),
+    ("[['much', 1.0]]", "the credit 'f' (my_parts.py:2) gave str much for completion 0 of prompt p (2 tokens)"),
+    ("[[1.0, float('nan')]]", "the credit 'f' (my_parts.py:2) gave nan for completion 1 of prompt p (2 tokens), whose reward is 0"),
+    ("[[1.0, float('inf')]]", "the credit 'f' (my_parts.py:2) gave inf for completion 1 of prompt p"),
     ("1 / 0", "the credit 'f' (my_parts.py:2) raised ZeroDivisionError: division by zero (my_parts.py:3: return 1 / 0)"),
 ]
 

@@ -46,7 +46,7 @@ def of_turns(advantage_n: np.ndarray) -> list[float]:
 
 def test_each_seat_of_a_zero_sum_game_learns_from_its_own_reward():
     group = hands(1.0, -1.0)
-    assert group.dead, "the episodes' rewards are all 0"
+    assert group.equal_rewards, "the episodes' rewards are all 0"
     dr = ALGORITHMS["dr_grpo"]
     assert dr.teaches(group)
     ((one, other),) = dr.advantages([group])

@@ -357,6 +357,16 @@ def test_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # ---------------------------------------------------------------- how it ends
 
 
+@pytest.mark.parametrize(("raised", "shown"), [("KeyboardInterrupt", False), ("ValueError", True)])
+def test_a_further_ctrl_c_at_the_exit_is_no_news(raised: str, shown: bool) -> None:
+    code = (
+        "import atexit\nfrom groupwise.cli import commands\ncommands.main = lambda: 130\n"
+        f"def late():\n    raise {raised}\natexit.register(late)\ncommands.command()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and (raised in done.stderr) == shown == bool(done.stderr)
+
+
 @pytest.mark.parametrize("error", [Diverged("weights are nan"), EngineError("the engine died")])
 def test_errors_are_one_line_and_their_exit_code(
     error: Diverged | EngineError, calls: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

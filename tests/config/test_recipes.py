@@ -616,6 +616,14 @@ def test_c9_changes_on_resume() -> None:
     assert changes(dump(cosine), longer) == ["steps: 3 -> 99"]
 
 
+def test_a_run_begun_with_a_setting_that_did_nothing_goes_on_without_it() -> None:
+    """Recipes of online objectives could once name `data.max_tokens`."""
+    saved = yaml.safe_load(dump(one(GOOD)))
+    saved["data"]["max_tokens"] = 100
+    assert changes(yaml.safe_dump(saved), one(GOOD)) == []
+    assert changes(yaml.safe_dump(saved | {"seed": 7}), one(GOOD)) == ["seed: 7 -> 0"]
+
+
 def test_no_setting_is_taken_for_a_secret() -> None:
     """Its value would be written as `[redacted]`, and the run's config.yaml could not be read again."""
     assert not [key for key in knobs() if secret_name(key.rpartition(".")[2])]

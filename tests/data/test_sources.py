@@ -2,6 +2,7 @@ import os
 import time
 from decimal import Decimal
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -59,12 +60,38 @@ def test_a_byte_order_mark_and_windows_line_ends_are_fine(write):
             r"x\.jsonl line 2: half of a character, '\\ud83d', stands alone",
         ),
         ('[{"a": 1}, {"a": "\\ud83d"}]', "x.json", r"x\.json row 2: half of a character"),
-        ("a,b\n1,2\n", "x.csv", r"x\.csv: cannot read \.csv: convert it to \.jsonl"),
+        (
+            "a,b\n1,2\n",
+            "x.csv",
+            r"x\.csv' is none of \.jsonl, .*make one of it, datasets\.Dataset\.from_csv\('.*x\.csv'\)\.to_json\('x\.jsonl'\)",
+        ),
     ],
 )
 def test_d7_a_broken_file_names_itself_the_line_and_what_was_found(write, content, name, message):
     with pytest.raises(DataError, match=message):
         read_rows(write(content, name))
+
+
+def test_what_datasets_has_saved_says_how_it_becomes_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = datasets.Dataset.from_list([{"prompt": "one and one", "answer": "two"}])
+    rows.save_to_disk("one")
+    datasets.DatasetDict({"train": rows}).save_to_disk("several")
+    rows.to_csv("table.csv")
+    for path, remedy, made in (
+        ("one", "datasets.load_from_disk('one').to_json('one.jsonl')", lambda: datasets.load_from_disk("one")),
+        ("several", "datasets.load_from_disk('several')['train'].to_json(", lambda: datasets.load_from_disk("several")["train"]),
+        (
+            "table.csv",
+            "datasets.Dataset.from_csv('table.csv').to_json('table.jsonl')",
+            lambda: datasets.Dataset.from_csv("table.csv"),
+        ),
+    ):
+        with pytest.raises(DataError) as caught:
+            read_rows(path)
+        assert remedy in str(caught.value)
+        made().to_json("rows.jsonl")
+        assert list(read_rows("rows.jsonl")) == list(rows)
 
 
 def test_d7_random_bytes_are_no_parquet_file(write):

@@ -175,6 +175,14 @@ class Made(TorchDispatchMode):
         return sum(size for place, size in storages.items() if place not in theirs)
 
 
+def test_steps_that_train_a_critic_alone_are_no_updates_of_the_policy(write_recipe: Callable, tmp_path: Path) -> None:
+    group = {"prompts_per_step": 2, "group_size": 2, "updates_per_rollout": 2}
+    changes = {"objective": "ppo", "steps": 4, "group": group, "rewards": [{"function": "accuracy"}]}
+    for critic, said in (({}, "8 in all"), ({"pretrain": 1}, "6 in all of the policy, after 1 step of the critic alone")):
+        plan = dict(plan_of(load_recipe(write_recipe(tmp_path, "run", **changes, critic=critic))))
+        assert said in plan["updates"]
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_weights_that_decoding_on_a_gpu_copies_are_those_of_the_plan(

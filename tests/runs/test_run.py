@@ -30,7 +30,7 @@ from groupwise.models.saving import save
 from groupwise.runs import recorded
 from groupwise.runs.folder import choose_folder
 from groupwise.runs.recorded import read_step
-from groupwise.runs.run import Run, RunResult, train
+from groupwise.runs.run import Run, RunResult, judged_before, train
 from groupwise.runs.run_files import RunFiles
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils.statistics import Estimate
@@ -340,6 +340,16 @@ def test_a_resumed_run_knows_its_first_evaluation(recipe: Callable, tmp_path: Pa
     logged = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
     assert {name: value for name, value in logged.items() if name not in run.before.metrics()} == {}
     assert run.before.summary().keys() == run.after.summary().keys()
+
+
+def test_an_evaluation_comes_back_from_the_log_with_every_interval(recipe: Callable) -> None:
+    shares = {name: Estimate(0.5, 0.1 + i / 100) for i, name in enumerate(("greedy", "sampled", "pass_at_k", "reward"))}
+    functions = {"accuracy": Estimate(0.5, 0.11), "brief": Estimate(-0.25, 0.125)}
+    rest = {"greedy_reward": Estimate(0.4, 0.2), "length": 4.0, "truncated": 0.0, "none": {"brief": 0.25}, "by_column": {}}
+    after = Evaluation(prompts=8, k=2, verdict="accuracy", by_function=functions, **shares, **rest)
+    line = {f"eval/{name}": value for name, value in after.metrics().items()}
+    before = judged_before(line, load_recipe(recipe(**GRPO)), after)
+    assert before is not None and before.summary() == after.summary() and "brief" in before.summary()
 
 
 def test_the_closing_table_has_no_note_on_a_row_that_it_leaves_out(recipe: Callable) -> None:

@@ -412,7 +412,7 @@ def test_the_credit_decides_which_group_is_dead(preset: str, alive: bool, scored
     rewards = np.array([[0.0, 1.0], [2.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
     traded = replace(group, names=("a", "b"), rewards=rewards, weights=(0.5, 1.0))
     algorithm = resolve(preset, GroupSettings(group_size=4, dead_groups="drop"), 10)
-    assert traded.dead
+    assert traded.equal_rewards
     assert algorithm.teaches(traded) == alive
     assert bool(weigh([traded], algorithm.credit([traded]), algorithm)) == alive
 

@@ -28,7 +28,7 @@ def test_refill_fills_the_step_with_live_groups(half_dead: Callable) -> None:
     """Of 8 rows 4 are dead whatever is sampled; 6 live groups need about 12 prompts."""
     for step in half_dead(lr=1e-4).train("dapo", 4, prompts_per_step=6, group_size=8):
         assert len(step.groups) == 6
-        assert not any(group.dead for group in step.groups)
+        assert not any(group.equal_rewards for group in step.groups)
         assert 6 < step.metrics["prompts"] <= 6 * (1 + 4)
         assert step.metrics["groups/dead"] == pytest.approx(1 - 6 / step.metrics["prompts"]), (
             "the drawn prompts whose groups it kept"
@@ -64,9 +64,9 @@ def test_exact_keeps_dead_groups_in_the_denominator_and_drop_does_not(half_dead:
     norms = {}
     for mode in ("exact", "drop"):
         (step,) = half_dead().train("grpo", 1, prompts_per_step=8, group_size=8, dead_groups=mode)
-        assert sum(group.dead for group in step.groups) == HALF
+        assert sum(group.equal_rewards for group in step.groups) == HALF
         assert step.metrics["groups/dead"] == 0.5
-        live = sum(len(rollout) for group in step.groups if not group.dead for rollout in group.rollouts)
+        live = sum(len(rollout) for group in step.groups if not group.equal_rewards for rollout in group.rollouts)
         assert step.metrics["tokens/trained"] == live, "dead groups cost no forward"
         norms[mode] = step.metrics["grad_norm"]
     assert norms["drop"] == pytest.approx(2 * norms["exact"], rel=1e-5)
@@ -100,6 +100,6 @@ def test_masked_truncated_completions_leave_the_loss_and_its_count(half_dead: Ca
         assert any(np.any(a) for g, advantages in zip(step.groups, step.advantages, strict=True) for r, a in
                    zip(g.rollouts, advantages, strict=True) if r.truncated), "they still count in their group's mean"  # fmt: skip
         trained[mode] = step.metrics["tokens/trained"]
-    live = [rollout for group in step.groups if not group.dead for rollout in group.rollouts]
+    live = [rollout for group in step.groups if not group.equal_rewards for rollout in group.rollouts]
     assert trained["keep"] == sum(len(rollout) for rollout in live)
     assert trained["mask"] == sum(len(rollout) for rollout in live if not rollout.truncated)

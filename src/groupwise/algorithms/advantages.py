@@ -317,7 +317,7 @@ def _float64(values: np.ndarray) -> np.ndarray:
 def _rewards(group: Scored) -> np.ndarray:
     """The group's rewards (G,), float64; those of a dead group, whose sums may differ by rounding, are one number."""
     reward_G = _float64(group.reward)
-    if not group.dead or np.isnan(reward_G).all():
+    if not group.equal_rewards or np.isnan(reward_G).all():
         return reward_G
     return np.where(np.isnan(reward_G), np.nan, reward_G[~np.isnan(reward_G)][0])
 

@@ -179,7 +179,7 @@ class Algorithm:
         if not self.needs_reward:
             return True
         if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
-            return not all(one.dead for one, _ in of_agents(group))
+            return not all(one.equal_rewards for one, _ in of_agents(group))
         trained = self._trained([group])[0].rollouts
         return any(a[one.trained].any() for a, one in zip(self.advantages([group])[0], trained, strict=True))
 

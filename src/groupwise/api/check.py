@@ -437,7 +437,7 @@ def _own_forward(policy: Policy, rollout: Rollout) -> np.ndarray:
 
 def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
     rewards = np.concatenate([group.reward for group in groups])
-    dead = sum(group.dead for group in groups)
+    dead = sum(group.equal_rewards for group in groups)
     if np.isnan(rewards).all():
         yield Finding("rewards", False, "no completion can be scored: each reward function returned None for all of them")
         return

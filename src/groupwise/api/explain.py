@@ -172,11 +172,11 @@ def work_of_run(
         if not steps:
             raise ConfigError(f"{origin.folder} has recorded no rollouts: give --rewards")
         recorded = read_step(origin.folder, steps[-1] if step is None else step)
-        place = next((i for i, group in enumerate(recorded.groups) if not group.dead), 0)
+        place = next((i for i, group in enumerate(recorded.groups) if not group.equal_rewards), 0)
         chosen = recorded.groups[place]
         rewards = [None if np.isnan(reward) else float(reward) for reward in chosen.reward[:SHOWN]]
         cut = f", its first {SHOWN} completions" if len(chosen.reward) > SHOWN else ""
-        dead = "; all groups have equal rewards" if chosen.dead else ""
+        dead = "; all groups have equal rewards" if chosen.equal_rewards else ""
         says += f", group {chosen.prompt.id} of step {recorded.number}{cut} (recorded are steps {steps[0]} to {steps[-1]}{dead})"
         if lengths is None and max(len(rollout) for rollout in chosen.rollouts[:SHOWN]) <= LONGEST:
             lengths = [len(rollout) for rollout in chosen.rollouts[:SHOWN]]

@@ -127,9 +127,11 @@ def command() -> NoReturn:
             status = 1
     except BaseException:  # `main` has told of what is expected; the rest is shown as Python would, but harmless
         _tell("".join(traceback.format_exception(*sys.exc_info())).rstrip())
+    # What Python shows of an `atexit` function that raised: a further Ctrl-C ends one too, and is no news.
+    sys.unraisablehook = lambda of: None if of.exc_type is KeyboardInterrupt else sys.__unraisablehook__(of)
     # As `Py_FinalizeEx` begins; there is no public name for either.
     for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-        with suppress(Exception):  # said to stderr by itself
+        with suppress(Exception, KeyboardInterrupt):  # said to stderr by itself
             finish()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a reader that went away; closed by somebody

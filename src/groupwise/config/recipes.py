@@ -23,7 +23,7 @@ from groupwise.config import schema
 from groupwise.config.bundled import find_recipe
 from groupwise.config.live_objects import LIVE, Live, missing
 from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_documents
-from groupwise.config.settings import Recipe
+from groupwise.config.settings import Recipe, is_online
 from groupwise.config.strict_yaml import Document, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
@@ -365,10 +365,12 @@ def changes(old: str, new: Recipe) -> list[str]:
     """What differs between a saved config.yaml and a recipe, one line a key: `optimizer.lr: 1e-06 -> 2e-06`.
 
     Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may differ; so may `steps` where the
-    learning rate does not depend on it (`optimizer.schedule: constant`).
+    learning rate does not depend on it (`optimizer.schedule: constant`), and `data.max_tokens` of an online objective: recipes of
+    today may not name it, earlier ones could, and it did nothing.
     """
     before, after = (_flat(redacted(_plain(recipe))) for recipe in (parse_recorded(old, "config.yaml"), new))
     neutral = NEUTRAL + (("steps",) if new.optimizer.schedule == "constant" else ())
+    neutral += ("data.max_tokens",) if is_online(new.objective) else ()
     return [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"
         for key in sorted(before.keys() | after.keys())

@@ -439,7 +439,7 @@ class CriticSettings:
     coefficient: Annotated[float, Gt(0.0)] = 0.1
     """Weight of the value loss."""
     clip: Annotated[float, Gt(0.0)] | None = 0.2
-    """Largest change of a value from its value when the rollout was scored; null: no limit."""
+    """How far the updates of a step may move a value; null: no limit."""
     pretrain: Count = 0
     """First steps that train only the critic."""
 

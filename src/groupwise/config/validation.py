@@ -88,13 +88,13 @@ def _length(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield ("steps", "epochs", "objective"), f"steps is missing: {recipe.objective!r} needs the number of rollouts{instead}"
     if recipe.objective in DATASET and recipe.steps is None and recipe.epochs is None:
         yield ("steps", "epochs", "objective"), f"steps is missing: say steps or epochs for {recipe.objective!r}"
-    if recipe.steps is not None and recipe.optimizer.warmup_steps > _updates(recipe):
-        warmup, updates = recipe.optimizer.warmup_steps, _updates(recipe)
+    if recipe.steps is not None and recipe.optimizer.warmup_steps > policy_updates(recipe):
+        warmup, updates = recipe.optimizer.warmup_steps, policy_updates(recipe)
         message = f"optimizer.warmup_steps ({warmup}) is more than all {updates} optimizer steps: lower it, or raise steps"
         yield ("optimizer.warmup_steps", "steps"), message
 
 
-def _updates(recipe: Recipe) -> int:
+def policy_updates(recipe: Recipe) -> int:
     """Optimizer steps of the policy in the whole run; `steps` must be set."""
     per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if is_online(recipe.objective) else 1
     return max((recipe.steps or 0) - recipe.critic.pretrain, 0) * per_step
@@ -289,15 +289,26 @@ def wrong_rows(path: str) -> str | None:
     """Why there are no rows at `path`, or None: it is a file that may be read, or may be a name on the hub."""
     if wrong := _unspeakable(path):
         return wrong
-    file, files = expanded(path), ", ".join(DATA_SUFFIXES)
-    if file.is_dir():
-        return f"{path!r} is a folder: give one of its files ({files})"
+    file = expanded(path)
     if file.exists():
-        kind = file.suffix.lower() or "a file without suffix"
-        return None if kind in DATA_SUFFIXES else f"{path}: cannot read {kind}: convert it to {files}"
+        return None if (wrong := _no_rows(file)) is None else f"{path!r} {wrong}"
     if file.suffix.lower() in NO_HUB_NAMES or _means_local(path.partition(":")[0]):
         return f"no such file {path!r}{near_path(file)}"
     return None
+
+
+def _no_rows(file: Path) -> str | None:
+    """Why a file or a folder that exists is none that rows are read from, and what to do; None if rows are read from it."""
+    suffixes, to_file = ", ".join(DATA_SUFFIXES), f".to_json('{file.stem}.jsonl')"
+    for name, split in (("dataset_dict.json", "['train']"), ("dataset_info.json", "")):
+        if (file / name).is_file():
+            return f"was written by save_to_disk: make a file of it, datasets.load_from_disk('{file}'){split}{to_file}"
+    if file.is_dir():
+        return f"is a folder: give one of its files ({suffixes})"
+    if file.suffix.lower() in DATA_SUFFIXES:
+        return None
+    remedy = f"make one of it, datasets.Dataset.from_csv('{file}'){to_file}" if file.suffix.lower() == ".csv" else "convert it"
+    return f"is none of {suffixes}: {remedy}"
 
 
 def _wrong_template(template: str, *, constant: bool = False) -> str | None:

@@ -70,11 +70,13 @@ class ModelProof:
     @property
     def line(self) -> tuple[str, str]:
         """Label and text for the plan."""
+        unit = "" if "scores" in self.paths else " nats"
         beyond = f", across {', '.join(map(str, self.switches))}" if self.switches else ""
         return (
             "proven before" if self.before else "proven",
             f"{self.family}: {', '.join(self.paths)} {'equal' if len(self.paths) > 1 else 'equals'} its own pass {self.place}, at "
-            f"{len(self.lengths)} lengths from {self.lengths[0]} to {self.lengths[-1]}{beyond} (to {self.difference:.0e})",
+            f"{len(self.lengths)} lengths from {self.lengths[0]} to {self.lengths[-1]}{beyond}, "
+            f"to {self.difference:.0e}{unit}",
         )
 
 

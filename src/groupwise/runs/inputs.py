@@ -191,7 +191,9 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
         return f"{named}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
     sizes = (then.get("size"), now.get("size"))
     change = (
-        f"{sizes[0]:,} bytes then, {sizes[1]:,} now" if sizes[0] != sizes[1] and None not in sizes else f"{sizes[1]} bytes, others"
+        f"{sizes[0]:,} bytes then, {sizes[1]:,} now"
+        if sizes[0] != sizes[1] and None not in sizes
+        else "as many bytes, but not the same"
     )
     return f"{named}: its content has changed ({change})"
 

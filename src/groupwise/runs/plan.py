@@ -16,7 +16,7 @@ import torch
 from groupwise.algorithms.parts import describe, is_built_in
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import ModelSettings, ParallelSettings, Recipe, engine_traits, positions_of
-from groupwise.config.validation import STAGE
+from groupwise.config.validation import STAGE, policy_updates
 from groupwise.data.load import Data
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
@@ -315,13 +315,14 @@ def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0, l
         )
     completions = group.prompts_per_step * group.group_size
     updates = group.updates_per_rollout * group.minibatches
-    drawn = steps * group.prompts_per_step
+    drawn, alone = steps * group.prompts_per_step, recipe.critic.pretrain
+    of_policy = f" of the policy, after {counted(alone, 'step')} of the critic alone" if alone else ""
     return [
         ("data", f"{counted(rows, 'prompt')} to train on, {_held_out(held_out, validation)}"),
         ("a step", f"{counted(group.prompts_per_step, 'prompt')} x {counted(group.group_size, 'completion')} = "
                    f"{counted(completions, 'completion')} of at most {counted(recipe.rollout.max_new_tokens, 'token')}"),
         ("updates", f"{updates} per rollout (passes {group.updates_per_rollout} x minibatches {group.minibatches}), "
-                    f"{steps * updates:,} in all"),
+                    f"{policy_updates(recipe):,} in all{of_policy}"),
         ("in all", f"{counted(steps, 'step')}, {counted(steps * completions, 'completion')}, {drawn / rows:.2f} epochs"),
     ]  # fmt: skip
 

@@ -373,7 +373,7 @@ def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Jud
         reward=figure("reward"),
         length=figure("completions/mean_length").mean,
         truncated=figure("completions/clipped_ratio").mean,
-        by_function={name: figure("sampled" if name == after.verdict else f"rewards/{name}") for name in after.by_function},
+        by_function={name: figure(f"rewards/{name}") for name in after.by_function},
         none={name: figures[key] for name in after.by_function if (key := f"rewards/{name}/none") in figures},
         by_column={},
         groups=(),

@@ -22,9 +22,8 @@ from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import called, checked_loss, fact, name_of
 from groupwise.algorithms.table import Algorithm
 from groupwise.errors import DataError
-from groupwise.records import Sample
+from groupwise.records import Sample, place_of
 from groupwise.training.samples import SIGNALS, entropy_tokens, with_forking, with_gradient
-from groupwise.utils.spelling import counted
 
 if TYPE_CHECKING:
     from groupwise.training.passes import Assessment
@@ -163,11 +162,12 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
 
 
 def _check_recorded(what: str, tokens: Tokens, samples: Sequence[Sample]) -> None:
-    lack = list(dict.fromkeys(f"{one.group}#{one.index}" for one in samples if _of(tokens, one).size != one.completion.size))
+    lack = list(dict.fromkeys(place_of(one.group, one.index) for one in samples if _of(tokens, one).size != one.completion.size))
     if lack:
+        others = f" and {len(lack) - 1:,} more" if len(lack) > 1 else ""
         raise DataError(
-            f"the {what} of {counted(len(lack), 'completion')}, the first of them {lack[0]}, were not recorded, because the run "
-            "did not train them: only a model can say them"
+            f"the {what} of completion {lack[0]}{others} were not recorded, because the run did not train them: only a model can "
+            "say them"
         )
 
 

@@ -64,9 +64,9 @@ class Evaluation:
         """Flat names, as the log keeps them under `eval/`.  What could not be computed has none."""
         named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at_k}
         named = (named if self.verdict is not None else {"greedy_reward": self.greedy_reward}) | {"reward": self.reward}
+        named |= {f"rewards/{name}": estimate for name, estimate in self.by_function.items()}
         flat = {name: estimate.mean for name, estimate in named.items()}
         flat |= {f"{name}/half_width": estimate.half for name, estimate in named.items()}
-        flat |= {f"rewards/{name}": estimate.mean for name, estimate in self.by_function.items()}
         flat |= {"completions/mean_length": self.length, "completions/clipped_ratio": self.truncated}
         flat |= {f"rewards/{name}/none": share for name, share in self.none.items()}
         for column, shares in self.by_column.items():

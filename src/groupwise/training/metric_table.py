@@ -123,8 +123,8 @@ METRICS: tuple[Section, ...] = (
                    flag=Flag(
                         "Nothing is trained",
                         "Rewards are equal within every group, or every completion is truncated and masked.",
-                        "Raise rollout.max_new_tokens, or set group.truncated: keep; else as for dead groups: other prompts, "
-                        "a better start.",
+                        "Too hard: easier prompts, a better start (SFT), partial rewards. Too easy: harder prompts. With "
+                        "truncated completions masked: raise rollout.max_new_tokens, or set group.truncated: keep.",
                         below=1, solved=True)),
             Metric("tokens/per_second", "tokens / second", "tokens sampled (or read) / seconds of the step",
                    "Speed of the whole step.", column="tok/s"),
@@ -145,7 +145,7 @@ METRICS: tuple[Section, ...] = (
                    flag=Flag(
                         "Nothing could be scored",
                         "Every reward function returned None for every completion.",
-                        "Try them: groupwise score.")),
+                        "Try the reward functions on the completions: groupwise score.")),
             Metric("reward_std", "yours", "mean over groups of std(r_1 ... r_G), G - 1 in the denominator",
                    "Spread of the rewards inside a group.", "above 0; falls as the task is learnt"),
             Metric("rewards/NAME/mean", "yours", "mean over completions", "One reward function, without None."),
@@ -418,7 +418,7 @@ def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, f
     """The flags that the last steps raise, each with its metric and the metric's mean over them.   history: oldest step first.
 
     What success looks like (dead groups, the same texts, no entropy) is no warning where half are solved; of flags with one
-    cause only the first is raised: nothing trained, all groups failed, dead groups.
+    cause only one is raised: nothing scored, all groups failed, nothing trained, dead groups.
     """
     means = {}
     for metric, flag in FLAGGED:
@@ -427,12 +427,13 @@ def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, f
         if recent and len(values) >= flag.after:
             means[metric.name] = sum(recent) / len(recent)
     solved, failed = means.get("groups/solved", 0.0) > 0.5, means.get("groups/failed", 0.0) > MOST
+    silent = math.isnan(means.get("reward", 0.0))
     flagged: list[tuple[Metric, Flag, float]] = []
     for metric, flag in FLAGGED:
         if metric.name not in means or not flag.wrong(mean := means[metric.name]) or (flag.solved and solved):
             continue
         untrained = any(one.name == "tokens/trained" for one, _, _ in flagged)
-        if metric.name in ("tokens/trained", "groups/dead") and (failed or untrained):
+        if metric.name in ("tokens/trained", "groups/dead") and (silent or failed or untrained):
             continue
         flagged.append((metric, flag, mean))
     return flagged
