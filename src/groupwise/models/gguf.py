@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -96,9 +95,9 @@ def convert(file: Path, folder: Path) -> None:
 
     Raises ConfigError for a damaged file, a part of a split one, and an architecture that transformers' reader does not know.
     """
-    vocabulary = _check(file)
+    tokens, rule = _check(file)
     try:
-        tokenizer = _read_tokenizer(file, vocabulary)
+        tokenizer = _read_tokenizer(file, tokens, rule)
         model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
             str(file.parent), gguf_file=file.name, dtype=torch.float32, output_loading_info=True
         )
@@ -130,17 +129,11 @@ def convert(file: Path, folder: Path) -> None:
         place(temporary, folder)
 
 
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """What a file says of its tokenizer."""
+def _check(file: Path) -> tuple[int, str | None]:
+    """Tokens of the file's tokenizer, and the rule by which a byte-level one splits text; None for tokenizers of another kind.
 
-    tokens: int
-    rule: str | None
-    """The name of the rule by which a byte-level tokenizer splits text; None for tokenizers of another kind."""
-
-
-def _check(file: Path) -> _Vocabulary:
-    """Raises ConfigError unless the file is one whole GGUF file with a tokenizer."""
+    Raises ConfigError unless the file is one whole GGUF file with a tokenizer.
+    """
     from gguf import GGUFReader  # type: ignore[import-not-found]
 
     advice = "copy or fetch it again"
@@ -163,25 +156,25 @@ def _check(file: Path) -> _Vocabulary:
         raise ConfigError(
             f"model.path: the tokenizer of {str(file)!r} splits text by the rule {rule!r}, which is not known: {BESIDE}"
         )
-    return _Vocabulary(tokens, str(rule) if kind == "gpt2" else None)
+    return tokens, str(rule) if kind == "gpt2" else None
 
 
-def _read_tokenizer(file: Path, vocabulary: _Vocabulary) -> PreTrainedTokenizerBase:
-    """The tokenizer of the file, or the one that lies beside it."""
+def _read_tokenizer(file: Path, tokens: int, rule: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the file, or the one that lies beside it.   tokens, rule: see `_check`."""
     if (file.parent / "tokenizer.json").is_file():
         return AutoTokenizer.from_pretrained(str(file.parent))
     read = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     content = json.loads(read.backend_tokenizer.to_str())
     # transformers' classes add a token of their own family, such as <|endoftext|>, to a vocabulary that lacks it.
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocabulary.tokens]
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < tokens]
     backend = Tokenizer.from_str(json.dumps(content))
-    if vocabulary.rule is not None:
-        split = SPLITS[vocabulary.rule]
+    if rule is not None:
+        split = SPLITS[rule]
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(split), "isolated") if split else pre_tokenizers.Digits(individual_digits=True),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split),
-            ][vocabulary.rule == "gpt-2" :]
+            ][rule == "gpt-2" :]
         )
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: getattr(read, name) for name in names if backend.token_to_id(getattr(read, name) or "") is not None}

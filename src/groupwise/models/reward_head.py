@@ -36,7 +36,7 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.loading import Blueprint, embedding_rows, is_scorer, make_policy, read_blueprint
 from groupwise.models.passes import forward, packed_for
 from groupwise.models.policy import Policy
-from groupwise.records import Batch, Sample
+from groupwise.records import Sample
 
 Pooling = Literal["last", "mean", "sum", "steps"]
 
@@ -174,7 +174,9 @@ def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> l
     scores = [np.zeros(answer.completion.size) for answer in answers]
     for batch in packed_for(policy, samples, budget):
         score_M = head_scores(policy, forward(policy, batch).hidden_PD[batch.trained_M])
-        for index, values in unpack(batch, _spread(batch, score_M), samples):
+        score_P = score_M.new_zeros(batch.layout.total)
+        score_P[batch.trained_M] = score_M
+        for index, values in unpack(batch, score_P, samples):
             scores[index] = values[1:].astype(np.float64)
     return scores
 
@@ -190,12 +192,6 @@ def whole_scores(policy: Policy, answers: Sequence[Answer]) -> list[float]:
 def reads_tokens(policy: Policy) -> bool:
     """True if the model has a head that is applied to every token's state (transformers' causal classification models)."""
     return isinstance(getattr(policy.model, "score", None), nn.Module)
-
-
-def _spread(batch: Batch, values_M: Tensor) -> Tensor:
-    values_P = values_M.new_zeros(batch.layout.total)
-    values_P[batch.trained_M] = values_M
-    return values_P
 
 
 SCORES = {torch.float64: 1e-4, torch.float32: 1e-3}

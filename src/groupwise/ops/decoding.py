@@ -23,7 +23,7 @@ from groupwise.ops.kernels import draws, multiplies, operations
 from groupwise.ops.onednn_shapes import filled, tiled
 
 __all__ = [
-    "BLOCK", "Decoder", "Drawn", "Filler", "LiveRows", "Operations", "PreparedLayer", "PreparedNorm", "PreparedRotary", "Product",
+    "BLOCK", "Decoder", "Drawn", "Filler", "Operations", "PreparedLayer", "PreparedNorm", "PreparedRotary", "Product",
     "Rows", "decode_attention", "draw_tokens", "draws", "keep_entries", "product", "tokens_per_block",
 ]  # fmt: skip
 
@@ -300,23 +300,6 @@ class Operations:
 # ---------------------------------------------------------------- many tokens in one call
 
 
-class LiveRows(NamedTuple):
-    """Completions that are being decoded; int64 if nothing else is said."""
-
-    newest_R: Tensor
-    """The newest token of each."""
-    kept_R: Tensor
-    """Own tokens whose keys and values are kept: all but the newest."""
-    limit_R: Tensor
-    """The most tokens it may have."""
-    prompt_R: Tensor
-    """The entry of its prompt among those of `prompt_length_P`."""
-    prompt_length_P: Tensor
-    """Tokens of each prompt."""
-    uniform_RT: Tensor
-    """float64: one for each of its tokens."""
-
-
 class Drawn(NamedTuple):
     """Tokens that rows have drawn: the first `count_R[r]` of row r, and their log-probabilities (nats, float32)."""
 
@@ -360,7 +343,12 @@ class Decoder:
 
     def __call__(
         self,
-        live: LiveRows,
+        newest_R: Tensor,
+        kept_R: Tensor,
+        limit_R: Tensor,
+        prompt_R: Tensor,
+        prompt_length_P: Tensor,
+        uniform_RT: Tensor,
         slabs: Sequence[tuple[Slab, Slab]],
         steps: int,
         *,
@@ -369,14 +357,16 @@ class Decoder:
         until_one_ends: bool,
         rows_at_once: int,
     ) -> Drawn:
-        """Draw up to `steps` tokens for each row.   slabs: of each layer own keys and values, and prompts'.
+        """Draw up to `steps` tokens for each row.
 
+        newest_R: the newest token of each.   kept_R: own tokens whose keys and values are kept: all but the newest.
+        limit_R: the most own tokens.   prompt_R: which of the prompts each is behind.   prompt_length_P: tokens of prompts.
+        uniform_RT: float64, one for each own token; all others int64.   slabs: of each layer own keys and values, and prompts'.
         A row stops behind a token of `ending` and at its limit.  until_one_ends: then all rows stop, so that another can take its
         place.  rows_at_once: whose logits exist at the same time.
         """
-        newest_R, kept_R, *others = live
         changed = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (newest_R, kept_R))
-        rows = [*changed, *(tensor.contiguous() for tensor in others)]
+        rows = [*changed, *(tensor.contiguous() for tensor in (limit_R, prompt_R, prompt_length_P, uniform_RT))]
         return Drawn(
             *operations.decode_tokens(
                 *(self.weights, self.numbers, self.ends, self.norm.eps, [x for pair in slabs for slab in pair for x in slab]),

@@ -208,7 +208,12 @@ class TokenDecode:
         limit, prompt, prompt_length = (torch.tensor(column) for column in (limit_R, rows.entry_R, rows.prompt_length_P))
         prompts = [rows.prompts.layers[layer] for layer in range(len(rows.prompts.layers))]
         return decoder(
-            decoding.LiveRows(newest_R, rows.drawn_R, limit, prompt, prompt_length, uniform_RT),
+            newest_R,
+            rows.drawn_R,
+            limit,
+            prompt,
+            prompt_length,
+            uniform_RT,
             [(rows.own.layer(i, kept.like, kept.block).slab, kept.slab) for i, kept in enumerate(prompts)],
             steps,
             temperature=self.sampling.temperature,
