@@ -80,7 +80,7 @@ def algorithms_page() -> str:
     lines += ["The keys of `group` name these. All but `kl` also take a function of your own ([own parts](own-parts.md))."]
     for kind, functions in PARTS.items():
         if functions:
-            lines += ["", f"### {kind}", "", "| name | what it is |", "|---|---|"]
+            lines += ["", f"### {kind}", "", "| name | meaning |", "|---|---|"]
             lines += [f"| `{describe(function)}` | {cell(first_paragraph(function))} |" for function in functions.values()]
     return "\n".join(lines) + "\n"
 
@@ -133,7 +133,7 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     else:
         lines += ["```yaml", f"objective: {row.name}", *taught, "```"]
     if changed is None and row.kl_place == "reward":
-        lines += ["", "The KL in the reward (with `group.beta` above 0) belongs to the preset; no key of `group` moves it there."]
+        lines += ["", "With `group.beta` above 0 the KL is in the reward. No key of `group` moves it."]
     if row.name != "grpo" and not changed:
         named = [f"{key} `{short(value) if callable(value) else value}`" for key, value in different(row).items() if key != "extra"]
         named += [f"extra terms {added(row)}"] if row.extra else []
@@ -141,7 +141,7 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     lines += [""]
     lines += ["## Measured", "", notes["measured"].rstrip(), ""] if "measured" in notes else []
     lines += ["## Settings of its paper", "", notes["paper"], ""]
-    lines += ["## Elsewhere", "", notes["peers"], ""] if notes["peers"] != "-" else []
+    lines += ["## In other libraries", "", notes["peers"], ""] if notes["peers"] != "-" else []
     return "\n".join(lines) + "\n"
 
 
@@ -232,7 +232,7 @@ def trl_table() -> str:
 
 def rewards_table() -> str:
     """The built-in reward functions."""
-    lines = ["| name | arguments | what it gives |", "|---|---|---|"]
+    lines = ["| name | arguments | reward |", "|---|---|---|"]
     for name, function in {**BUILTINS, MODEL: model_reward}.items():
         keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         given = ", ".join(f"`{p.name}`" if p.default is p.empty else f"`{p.name}={p.default!r}`" for p in keywords)
@@ -242,7 +242,7 @@ def rewards_table() -> str:
 
 def flags_table() -> str:
     """What a run warns of at its end."""
-    lines = ["| metric | bound | what it says | what to do |", "|---|---|---|---|"]
+    lines = ["| metric | bound | warning | what to do |", "|---|---|---|---|"]
     for metric, flag in FLAGGED:
         bounds = {">": flag.above, "<": flag.below}
         bound = next((f"{sign} {value:g}" for sign, value in bounds.items() if value is not None), "NaN")
@@ -272,7 +272,7 @@ def rooms() -> list[str]:
 
 def rooms_table() -> str:
     """Every package with the first sentence of its docstring, upstream first."""
-    lines = ["| package | what it is for |", "|---|---|"]
+    lines = ["| package | purpose |", "|---|---|"]
     for name in rooms():
         lines.append(f"| `{name}` | {cell(sentence(PACKAGE / name / '__init__.py'))} |")
     return "\n".join(lines)

@@ -115,7 +115,7 @@ METRICS: tuple[Section, ...] = (
             Metric("skipped_updates", "updates", "count", "Skipped updates: the gradient was not finite.", "0",
                    flag=Flag(
                         "Updates were skipped",
-                        "{value} updates a step were not made, because a loss or a gradient was not finite.",
+                        "{value} updates per step were skipped, because a loss or a gradient was not finite.",
                         "Lower optimizer.lr; look at the rewards' range.",
                         above=0)),
             Metric("tokens/trained", "tokens", "sum over updates of tokens with weight != 0", "Tokens with a gradient.",
@@ -157,7 +157,7 @@ METRICS: tuple[Section, ...] = (
                    label="Dead groups", column="dead",
                    flag=Flag(
                         "Most groups are dead",
-                        "{share} of the groups teach nothing: all their completions got one reward, or were masked.",
+                        "{share} of the groups have no gradient: all their rewards are equal, or all completions are masked.",
                         "Too hard: easier prompts, a better start (SFT), a larger group.group_size, partial rewards. Too "
                         "easy: harder prompts. Half of both: objective dapo, or group.dead_groups: refill.",
                         above=MOST, solved=True)),
@@ -173,7 +173,7 @@ METRICS: tuple[Section, ...] = (
                    "By the same verdict.", "not near 1",
                    flag=Flag(
                         "Most groups hold no right completion",
-                        "No completion is right in {share} of the groups, so nothing says what would be better.",
+                        "No completion is right in {share} of the groups.",
                         "Easier prompts, a better start (SFT), a larger group.group_size, partial rewards.",
                         above=MOST)),
             Metric("log/NAME", "yours", "mean over calls", "Logged by reward functions (`log_metric`)."),
@@ -198,23 +198,23 @@ METRICS: tuple[Section, ...] = (
                    "below 0.1", label="Truncated",
                    flag=Flag(
                         "Most completions are truncated",
-                        "{share} of the completions hit the length limit before they ended.",
+                        "{share} of the completions reach the length limit.",
                         "Raise rollout.max_new_tokens; check that the end token can be sampled (groupwise check); reward "
                         "stopping (soft_overlong).",
                         above=0.5)),
             Metric("completions/duplicates", "share", "1 - distinct completions / completions",
                    "Share that repeats another completion of its group.", "small, unless answers are short",
                    flag=Flag(
-                        "The group says one thing again and again",
-                        "{share} of the completions repeat another of their group, token for token.",
+                        "Most completions of a group are equal",
+                        "{share} of the completions repeat another one of their group, token by token.",
                         "The policy has collapsed, or rollout.temperature is too low.",
                         above=0.8, solved=True)),
             Metric("entropy", "nats / token", "mean_t of -log p(sampled token)", "Sampled estimate of the policy's entropy at the"
                    " temperature.", "falls slowly, not to 0", label="Entropy", column="entropy",
                    flag=Flag(
                         "The policy no longer explores",
-                        "Its entropy is {value} nats: it is sure of nearly every token.",
-                        "Lower optimizer.lr, stop earlier, clip higher (dapo), or give group.entropy_bonus.",
+                        "Its entropy is {value} nats: it is certain of nearly every token.",
+                        "Lower optimizer.lr, stop earlier, clip higher (dapo), or set group.entropy_bonus.",
                         below=0.01, solved=True)),
             Metric("entropy_bonus", "-", "c of Skywork-OR1's rule, at the last update", "Coefficient of the bonus with"
                    " `group.entropy_target`.", "at its bound only for a while"),
@@ -266,8 +266,8 @@ METRICS: tuple[Section, ...] = (
             Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where a tangent replaces the"
                    " exponential.", "0",
                    flag=Flag(
-                        "Tokens far off the reference",
-                        "{value} tokens a step lie 20 nats or more from the reference.",
+                        "Tokens are far from the reference",
+                        "{value} tokens per step are 20 nats or more from the reference.",
                         "Lower optimizer.lr, or raise group.beta.",
                         above=0)),
         ),
@@ -283,8 +283,8 @@ METRICS: tuple[Section, ...] = (
                    "above 0 and rising",
                    flag=Flag(
                         "The critic explains nothing",
-                        "Its values say hardly more of the returns than their mean does ({value} of the variance explained).",
-                        "Raise or lower critic.lr, train it first (critic.pretrain), or give it a backbone of its own "
+                        "Its values explain {value} of the variance of the returns.",
+                        "Raise or lower critic.lr, train the critic first (critic.pretrain), or give it a separate backbone "
                         "(critic.path).",
                         below=0.01, solved=True, after=20)),
             Metric("teacher/kl", "nats / token", "mean(l - log p_teacher) over drawn tokens",
@@ -315,10 +315,10 @@ METRICS: tuple[Section, ...] = (
             Metric("mismatch/max", "nats", "max |l - b|", "Largest difference between sampled and scored log-probs.", "below 0.1",
                    label="Sampler mismatch",
                    flag=Flag(
-                        "What is sampled is not what is scored",
-                        "The same token under the same weights gets log-probs {value} nats apart; rounding explains 0.00001 "
+                        "Sampler and trainer disagree",
+                        "Sampler and trainer differ by {value} nats for the same token and weights; rounding is 0.00001 "
                         "to 0.01.",
-                        "groupwise check RECIPE says where.",
+                        "Run groupwise check RECIPE.",
                         above=0.1)),
             Metric("mismatch/kl", "nats / token", "mean(exp(l - b) - 1 - (l - b))", "Estimate of KL(sampler || trainer)."),
             Metric("mismatch/bounded", "share", "tokens whose weight exp(l - b) was cut / tokens",
