@@ -141,7 +141,7 @@ def test_columns_are_renamed_and_rows_limited(tmp_path):
         ("a.jsonl", "[1]", "line 1"),
         ("a.jsonl", '{"prompt": "a", "text": "b"}', "line 1: no 'completion'; columns: 'prompt', 'text'"),
         ("a.jsonl", '{"prompt": "a", "completion": 5}', "'completion' is 5, expected a string or messages"),
-        ("a.txt", "x", "cannot read .txt"),
+        ("a.txt", "x", "is none of .jsonl"),
     ],
 )
 def test_bad_files(tmp_path, name, content, said):

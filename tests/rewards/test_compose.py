@@ -272,7 +272,7 @@ def returning(tmp_path_factory) -> Iterator[Rewards]:
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        ("[1.0]", "'f' returned 1 rewards for 2 completions, expected a list of 2: a number, or None, for each completion"),
+        ("[1.0]", "'f' returned 1 reward for 2 completions, expected a list of 2: a number, or None, for each completion"),
         ("[1.0] * 3", "returned 3 rewards for 2 completions"),
         ("1.0", "returned float 1.0, expected a list of 2"),
         ("(1.0 for _ in completions)", "returned generator"),

@@ -230,7 +230,7 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str, C
             return rows, str(path), list
         return _recorded(rows), str(path), lambda: _golds_of(origin_of(path))
     chosen = [max(have)] if steps is None else [step for step in have if any(step in part for part in steps)]
-    all_of = f"recorded are {len(have)} steps from {min(have)} to {max(have)}"
+    all_of = f"recorded are {counted(len(have), 'step')} from {min(have)} to {max(have)}"
     if not chosen:
         raise ConfigError(f"{run.folder} has no such step; {all_of}")
     tables = [SourceRows(name=str(run.folder / have[step]), rows=recorded.table(run, step).to_pylist()) for step in chosen]

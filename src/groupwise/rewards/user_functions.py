@@ -16,6 +16,7 @@ from typing import Any, Literal
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.step_rewards import ProcessReward, checked_steps
 from groupwise.rewards.trainer_state import RUN_PARAMETERS
+from groupwise.utils.spelling import counted
 
 OFFERED = (
     "prompts",
@@ -220,7 +221,8 @@ def checked(name: str, values: Any, labels: Sequence[str]) -> list[float | None]
             values.close()
         raise RewardError(f"the reward function {name!r} returned {_kind(values)}, {expected}{hint}")
     if len(values) != len(labels):
-        raise RewardError(f"the reward function {name!r} returned {len(values)} rewards for {len(labels)} completions, {expected}")
+        numbers = f"{counted(len(values), 'reward')} for {counted(len(labels), 'completion')}"
+        raise RewardError(f"the reward function {name!r} returned {numbers}, {expected}")
     return [as_reward(name, value, label) for value, label in zip(values, labels, strict=True)]
 
 
