@@ -33,6 +33,7 @@ from groupwise.runs.recorded import read_step
 from groupwise.runs.run import Run, RunResult, judged_before, train
 from groupwise.runs.run_files import RunFiles
 from groupwise.training.evaluate import Evaluation
+from groupwise.training.offline import Validation
 from groupwise.utils.statistics import Estimate
 from groupwise.viewer.report import export
 
@@ -361,10 +362,30 @@ def test_the_closing_table_has_no_note_on_a_row_that_it_leaves_out(recipe: Calla
         "grpo": RunResult(folder=Path("runs/two/grpo"), before=replace(after, prompts=3), after=after, steps=1),
     }
     console = Console(file=io.StringIO(), width=80)
-    closing_table(outcomes, load_recipe(recipe(name="two", **GRPO)), console)
+    closing_table(outcomes, dict.fromkeys(outcomes, load_recipe(recipe(name="two", **GRPO))), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "after sft" in text and "after grpo" in text
     assert "before grpo" not in text
+
+
+def test_the_closing_table_compares_what_is_one_objective_s(recipe: Callable) -> None:
+    """A reward model and DPO have figures of the same names; plain rules are computed for the last evaluation alone."""
+    plain = {"held-out loss": "0.7", "pair accuracy": "0.5"}
+    begin, end = (Validation(rows=8, figures={}, shown=shown) for shown in (plain, plain | {"length rule": "0.4"}))
+    outcomes = {
+        name: RunResult(folder=Path(f"runs/three/{name}"), before=begin, after=begin if name == "dpo" else end, steps=1)
+        for name in ("rm", "other", "dpo")
+    }
+    stages = {name: load_recipe(recipe(name=name, objective="dpo" if name == "dpo" else "reward", steps=1)) for name in outcomes}
+    console = Console(file=io.StringIO(), width=80)
+    closing_table(outcomes, stages, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    tables = [[line[:10].split(" 0")[0].strip() for line in table.splitlines()[1:]] for table in text.split("held out ")[1:]]
+    assert [[name for name in table if name.startswith(("before", "after"))] for table in tables] == [
+        ["before rm", "after rm", "after othe"],
+        ["before dpo", "after dpo"],
+    ]
+    assert "length rule" in text and text.count("held-out loss") == 2
 
 
 def test_score_is_no_next_command_where_nothing_was_recorded(recipe: Callable) -> None:

@@ -89,7 +89,7 @@ def train_recipe(
             except GroupwiseError as error:
                 console.print(safe(f"no report: {error}", style="yellow"), soft_wrap=True)
     if outcomes and not dry_run:
-        closing_table(outcomes, stages[list(outcomes)[-1]], console)
+        closing_table(outcomes, stages, console)
     comm.leave()
     return 0
 
@@ -164,36 +164,44 @@ def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
     return recipe
 
 
-def closing_table(outcomes: Mapping[str, RunResult], recipe: Recipe, console: Console) -> None:
-    """Held-out figures before, between and after, stages that measure the same in one table, and what to type
-    next.  recipe: of the last stage."""
-    tables: dict[tuple[str, ...], list[tuple[str, dict[str, str]]]] = {}
+def closing_table(outcomes: Mapping[str, RunResult], stages: Mapping[str, Recipe], console: Console) -> None:
+    """Held-out figures before, between and after, and what to type next.
+
+    Stages have one table whose completions the same reward functions judge, or which are of one objective and judged by its loss.
+    """
+    tables: dict[tuple[object, ...], list[tuple[str, dict[str, str]]]] = {}
     notes: list[str] = []
     for stage, outcome in outcomes.items():
         for label, judged in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
             if judged is not None:
                 figures = judged.summary()
-                rows = tables.setdefault(tuple(figures), [])
+                same = (
+                    (judged.verdict, judged.k, *judged.by_function)
+                    if isinstance(judged, Evaluation)
+                    else (stages[stage].objective,)
+                )
+                rows = tables.setdefault(same, [])
                 if judged is outcome.after or not rows:
                     rows.append((label, figures))
                     notes += _part(label, judged, outcome.after)
-    last = list(outcomes.values())[-1].folder
-    for columns, rows in tables.items():
+    last = list(outcomes)[-1]
+    for rows in tables.values():
+        columns = dict.fromkeys(column for _, figures in rows for column in figures)
         if len(columns) <= ACROSS:
             table = Table("held out", *columns, box=None, pad_edge=False)
             for label, figures in rows:
-                table.add_row(label, *figures.values())
+                table.add_row(label, *(figures.get(column, "") for column in columns))
         else:
             table = Table("held out", *(label for label, _ in rows), box=None, pad_edge=False)
             for column in columns:
-                table.add_row(column, *(figures[column] for _, figures in rows))
+                table.add_row(column, *(figures.get(column, "") for _, figures in rows))
         console.print()
         console.print(table)
     if tables:
         about = "; ".join(["on what training never saw", *notes, "± is half of a 95% interval"])
         console.print(f"({about})", style="dim", highlight=False)
     console.print("\nNext:", highlight=False)
-    for line in _next_commands(recipe, last):
+    for line in _next_commands(stages[last], outcomes[last].folder):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -119,7 +119,7 @@ class _Case:
 
     @property
     def family(self) -> str:
-        return type(self.policy.model).__name__
+        return type(self.policy.model).__name__.removeprefix("FSDP")  # sharding makes a class of its own
 
     @property
     def path(self) -> str:
