@@ -21,7 +21,7 @@ from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import Recipe, SaveSettings
 from groupwise.errors import ConfigError, DataError, RunError, StorageError
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
-from groupwise.runs.folder import Lock, anew, choose_folder, environment, finished, in_use, list_runs
+from groupwise.runs.folder import Lock, anew, choose_folder, environment, finished, in_use, list_runs, run_of
 from groupwise.runs.log import RunLog
 from groupwise.runs.recorded import list_rollouts, read_metrics, read_step
 
@@ -400,3 +400,11 @@ def test_a_lock_that_says_nothing_readable_is_taken_over(tmp_path: Path) -> None
 def test_importing_the_log_does_not_import_torch() -> None:
     code = "import sys, groupwise.runs.folder, groupwise.api.progress; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_run_that_is_not_there_is_no_folder_without_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match=r"no such folder '.*/mina' \(did you mean .*/mine\?\); say another"):
+        run_of(tmp_path / "mina", "; say another")
+    with pytest.raises(ConfigError, match=r"mine is no run folder: it has no config\.yaml"):
+        run_of(tmp_path / "mine")

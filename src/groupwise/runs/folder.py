@@ -450,7 +450,9 @@ def origin_of(path: str | Path) -> Origin | None:
 def run_of(path: str | Path, otherwise: str = "") -> Origin:
     """`origin_of` what must be a run's.   otherwise: the end of the message where it is none.   Raises ConfigError, RunError."""
     if (origin := origin_of(path)) is None:
-        raise ConfigError(f"{path} is no run folder{near_path(expanded(path))}: it has no {CONFIG}{otherwise}")
+        if not os.path.exists(expanded(path)):
+            raise ConfigError(f"no such folder {str(path)!r}{near_path(expanded(path))}{otherwise}")
+        raise ConfigError(f"{path} is no run folder: it has no {CONFIG}{otherwise}")
     return origin
 
 
