@@ -1,18 +1,16 @@
-"""What the proof costs: processor seconds of a load with it and with one that is remembered.
+"""What the proof costs: processor seconds of a load with it.
 
     python benchmarks/proof.py                # shapes S, M, L and a Llama of 135 million parameters
     python benchmarks/proof.py --only 135M
 
 Each load runs in a process of its own on one thread, imports and all, and collects garbage as
-rarely as the command does.  The first finds an empty cache of proofs, the second what the first
-has left.
+rarely as the command does.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,12 +38,12 @@ print(time.process_time(), time.process_time() - begin)
 """
 
 
-def load(folder: Path, cache: Path) -> tuple[float, float]:
+def load(folder: Path) -> tuple[float, float]:
     """Processor seconds of a load, and of the proof in it."""
-    where = {"XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    asked = [sys.executable, "-c", LOAD, str(folder)]
-    found = subprocess.run(asked, env=os.environ | where, check=True, capture_output=True, text=True).stdout.split()
-    return float(found[-2]), float(found[-1])
+    where = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", LOAD, str(folder)]
+    seconds = subprocess.run(command, env=os.environ | where, check=True, capture_output=True, text=True).stdout.split()
+    return float(seconds[-2]), float(seconds[-1])
 
 
 def main() -> None:
@@ -56,19 +54,13 @@ def main() -> None:
     options = parser.parse_args()
     result = {}
     with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
-        cache = Path(scratch, "cache")
         for name in [options.only] if options.only else MODELS:
             folder = model_folder(MODELS[name], Path(scratch))
-            load(folder, cache)  # reads the files that the others find in memory
-            columns = []
-            for _ in range(options.times):
-                shutil.rmtree(cache / "groupwise" / "proofs")
-                columns.append((*load(folder, cache), *load(folder, cache)))
-            first, proof, again, _ = (median(list(column)) for column in zip(*columns, strict=True))
-            result[name] = {"first": significant(first), "proof": significant(proof), "again": significant(again)}
-            print(
-                f"{name:5s} {first:.2f} s the first time, {proof:.2f} s ({proof / first:.0%}) of it the proof; {again:.2f} s again"
-            )
+            load(folder)  # reads the files that the others find in memory
+            columns = [load(folder) for _ in range(options.times)]
+            whole, proof = (median(list(column)) for column in zip(*columns, strict=True))
+            result[name] = {"load": significant(whole), "proof": significant(proof)}
+            print(f"{name:5s} {whole:.2f} s, {proof:.2f} s ({proof / whole:.0%}) of it the proof")
     save("proof", {"seconds": result})
 
 

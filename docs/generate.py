@@ -337,15 +337,15 @@ proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu 
 
 - scoring: log-probs, in streams of several prompts and completions, within 0.0002 nats;
 - training: the gradient of an update, within 0.002 of each parameter's norm; above {many} parameters only for norms and biases,
-  the first and the last block, embedding and head;
-- sampling: the engine's log-probs, also in conversations;
+  the first and the last block;
+- sampling: the engine's log-probs at temperature 1, in conversations if the run has an environment;
 - scores of a reward model or a critic;
 - with an adapter all of these, with random numbers in the factor that begins at 0.
 
 The texts are shorter and longer than every window, chunk, convolution and length that the model's configuration names and the
-run reaches, up to {across} tokens. On a CPU a model of more than {large} parameters gets three texts of up to 8 tokens, and no
-gradient of embedding and head. Autocast and bfloat16 are compared in float32 first, then in the dtype itself with a wide
-tolerance. A proof is reused for the same code, weights, device, dtype and texts (`proven before`).
+run reaches, up to {across} tokens. Autocast and bfloat16 are compared in float32 first, then in the dtype itself with a wide
+tolerance. On a CPU a model of more than {large} parameters gets three texts of up to 8 tokens. If the engine is `specialised`
+for its family, the first blocks stand for all: two, or as many as include one of every kind.
 
 The proof does not cover:
 
@@ -353,8 +353,8 @@ The proof does not cover:
   {across};
 - a soft cap that no score reaches;
 - rounding in bfloat16 that is a few times coarser than the model's own: a test compares it for every family;
-- on a CPU, in a large model, differences that appear only with many rows, long texts, a prompt of one token, or in the head's
-  gradient;
+- on a CPU, in a large model, differences that appear only with many rows, long texts, a prompt of one token, in deep blocks,
+  or in the head's gradient;
 - in a reward model run one by one, scores of tokens that depend on later tokens;
 - engines in other processes (vLLM), whose log-probs are compared in every step.
 

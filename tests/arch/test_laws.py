@@ -124,7 +124,7 @@ def test_the_mathematics_is_pure() -> None:
             assert {part_of(module) for module in own_imports(name)} <= {"algorithms", "ops", "records", "errors", "utils"}, name
 
 
-REPORTS_KERNELS = {"proof.cache", "runs.plan", "runs.folder"}
+REPORTS_KERNELS = {"runs.plan", "runs.folder"}
 """What tells a user whether there are compiled kernels, and why not."""
 
 

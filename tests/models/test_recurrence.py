@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,6 @@ from groupwise.models.recurrence import changes, recurrent_layers
 from groupwise.models.sharded import frozen_copy
 from groupwise.ops import recurrence
 from groupwise.ops.recurrence import Chunks, Recurrence, Segments
-from groupwise.proof import cache
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Episode, Finish, Prompt, Sample, Sampling
@@ -291,23 +289,18 @@ FAULTS = (StateLeaks, ConvolutionSeesTheNeighbour, ForksLate, FillsThePadding)
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("name", ["qwen3_5", pytest.param("granite4", marks=pytest.mark.slow)])
-def test_planted_faults_of_states_are_found_at_load(
-    name: str, fault: type[Recurrence], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
+def test_planted_faults_of_states_are_found_at_load(name: str, fault: type[Recurrence], monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy(model_of(name), TOKENIZER)
     prove(policy, longest=100)
     monkeypatch.setattr("groupwise.models.attention.Recurrence", fault)
-    cache.cache_folder().joinpath("proofs").rename(tmp_path / "before")
     with pytest.raises(ConfigError, match="scoring does not equal the model's own forward pass"):
         prove(policy, longest=100)
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["no fork", "fork of a neighbour"])
-def test_planted_faults_of_the_engines_states_are_found_at_load(late: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_planted_faults_of_the_engines_states_are_found_at_load(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from groupwise.rollout.native.attention import Decode
 
-    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
     read = Decode._states
 
     def wrong(self: Decode, place: tuple[int, int]) -> Tensor:
@@ -325,19 +318,15 @@ def test_planted_faults_of_the_engines_states_are_found_at_load(late: int, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "granite4"])
 @pytest.mark.parametrize("tokens", sorted(set(engine.TOKENS_PER_SYNC.values())))
-def test_conversations_go_on_from_the_states_that_were_laid_aside(
-    name: str, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_conversations_go_on_from_the_states_that_were_laid_aside(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where rows of other models draw several tokens before the host looks: a state holds none behind a turn's end."""
-    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
     monkeypatch.setitem(engine.TOKENS_PER_SYNC, "cpu", tokens)
     policy = make_policy(model_of(name), TOKENIZER)
     assert prove(policy, longest=60, sampler=TALKING, train=False).paths[-1] == "conversations"
 
 
 @pytest.mark.slow
-def test_a_state_that_is_not_laid_aside_is_found_where_a_world_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
+def test_a_state_that_is_not_laid_aside_is_found_where_a_world_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     take = KVCache.take
     monkeypatch.setattr(KVCache, "take", lambda self, entry, tokens: take(self, entry, tokens)._replace(states={}))
     policy = make_policy(model_of("qwen3_5"), TOKENIZER)

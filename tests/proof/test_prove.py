@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,9 +42,10 @@ from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy
 from groupwise.models.lora import adapt
 from groupwise.models.passes import forward
-from groupwise.proof import cache, passes, texts
+from groupwise.proof import passes, texts
 from groupwise.proof.prove import ModelProof, prove
 from groupwise.proof.texts import NATIVE, SMALL, TRANSFORMERS
+from groupwise.rollout.native.forward import is_known
 from groupwise.runs.engines import mixture
 
 LONG = {
@@ -59,11 +57,6 @@ LONG = {
 }
 BF16, AGAIN = torch.bfloat16, ModelSettings(gradient_checkpointing=True)
 WIDE = {"max_position_embeddings": 1024}
-
-
-@pytest.fixture(autouse=True)
-def a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
 
 
 def proven(kind: type[PreTrainedModel], config: type = LlamaConfig, to: torch.dtype = torch.float32, **options: Any) -> ModelProof:
@@ -305,7 +298,7 @@ def test_a_large_model_on_a_cpu_is_asked_less_and_behind_its_windows_still(monke
 def test_of_many_parameters_the_gradients_of_some_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "MANY", 100)
     policy = make_policy(built(LlamaForCausalLM, LlamaConfig, num_hidden_layers=4), TOKENIZER)
-    with passes.some_gradients(policy, head=False):
+    with passes.some_gradients(policy):
         asked = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
     assert "model.layers.0.mlp.up_proj.weight" in asked and "model.layers.3.mlp.up_proj.weight" in asked
     assert "model.layers.1.input_layernorm.weight" in asked and "model.layers.1.mlp.up_proj.weight" not in asked
@@ -313,6 +306,19 @@ def test_of_many_parameters_the_gradients_of_some_are_compared(monkeypatch: pyte
     assert all(parameter.requires_grad for parameter in policy.model.parameters())
     with pytest.raises(ConfigError, match=r"HalfAGradient .*: training"):
         proven(planted.HalfAGradient, changes={"num_hidden_layers": 4})
+
+
+def test_the_first_blocks_of_a_known_family_stand_for_those_that_are_alike() -> None:
+    policy = make_policy(built(LlamaForCausalLM, LlamaConfig, num_hidden_layers=6), TOKENIZER)
+    stack, config = policy.model.model.layers, policy.model.config
+    blocks = [*stack]
+    with passes.shortened(policy):
+        assert [*stack] == blocks[:2] and is_known(policy)
+    assert [*stack] == blocks and config.num_hidden_layers == 6 and is_known(policy)
+    blocks[3].mlp.register_forward_hook(lambda module, args, out: out)
+    with passes.shortened(policy):
+        assert blocks[3] in [*stack], "it is unlike the others"
+    assert [*stack] == blocks and config.num_hidden_layers == 6
 
 
 @pytest.mark.parametrize("to", [torch.float32, BF16])
@@ -333,7 +339,7 @@ class MixedBelow(planted.MixingAttention):
     """In a model whose class is sound."""
 
 
-def test_a_fault_of_one_model_alone_is_found_and_no_proof_is_remembered_of_it() -> None:
+def test_a_fault_of_one_model_alone_is_found() -> None:
     """The class is sound, and was proven; somebody has put another module into this one model, or a hook."""
     proven(LlamaForCausalLM)
     model = built(LlamaForCausalLM, LlamaConfig)
@@ -468,81 +474,10 @@ def test_a_fault_in_experts_that_begin_late_is_found(monkeypatch: pytest.MonkeyP
         proven(Qwen3MoeForCausalLM, Qwen3MoeConfig, changes={"decoder_sparse_step": 4} | shape)
 
 
-def test_a_class_that_stands_in_no_file_is_proven_too() -> None:
-    """One that was typed into a notebook."""
-    assert not proven(type("Typed", (LlamaForCausalLM,), {"__module__": "nowhere"})).before
-
-
-# Once for the same.
-
-
-@pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many proofs were made."""
-    made: list[Any] = []
-    write = cache.write
-    monkeypatch.setattr(cache, "write", lambda key, proof: (made.append(proof), write(key, proof)))
-    return lambda: len(made)
-
-
-def test_a_proof_is_made_once_for_the_same_code_weights_device_and_texts(
-    count: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    first = proven(LlamaForCausalLM, longest=64)
-    again = proven(LlamaForCausalLM, longest=64)
-    assert again == replace(first, before=True) and again.line == ("proven before", first.line[1]) and count() == 1
-    others: list[dict[str, Any]] = [
-        {"longest": 65}, {"sampler": NATIVE}, {"train": False}, {"recompute": True}, {"to": BF16},
-        {"changes": {"rms_norm_eps": 1e-3}}, {"settings": ModelSettings(attention="packed")},
-        {"sampler": replace(NATIVE, conversations=True)},
-    ]  # fmt: skip
-    for number, options in enumerate(others, 2):
-        proven(LlamaForCausalLM, **{"longest": 64} | options)
-        assert count() == number, options
-    model = built(LlamaForCausalLM, LlamaConfig)
-    with torch.no_grad():
-        model.lm_head.weight.add_(0.01)
-    prove(make_policy(model, TOKENIZER), longest=64)
-    assert count() == len(others) + 2, "of other weights"
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "another")
-    proven(LlamaForCausalLM, longest=64)
-    assert count() == len(others) + 3, "on another device"
-    monkeypatch.setattr("transformers.__version__", "0.0.1")
-    proven(LlamaForCausalLM, longest=64)
-    assert count() == len(others) + 4, "by other code"
-
-
-def test_other_code_of_the_library_is_proven_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(cache, "find_spec", lambda package: folder if package == "groupwise" else None)
-    digests = []
-    for text in ("a", "b", "a"):
-        (tmp_path / "code.py").write_text(text)
-        digests.append(cache.library_digest.__wrapped__())
-    assert digests[0] == digests[2] != digests[1]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"family": "Llama"}), "\ud800"])
-def test_a_broken_file_is_no_proof(count: Callable[[], int], tmp_path: Path, text: str) -> None:
-    proven(LlamaForCausalLM)
-    (file,) = (tmp_path / "proofs").iterdir()
-    file.write_bytes(text.encode(errors="surrogatepass"))
-    assert not proven(LlamaForCausalLM).before and count() == 2
-    assert proven(LlamaForCausalLM).before
-
-
-def test_a_class_of_ones_own_is_proven_every_time(count: Callable[[], int]) -> None:
-    class Own(LlamaForCausalLM):
-        """Does what a Llama does."""
-
-    for times in (1, 2):
-        assert not proven(Own).before and count() == times
-
-
 def test_texts_lie_on_both_sides_of_what_the_run_reaches() -> None:
     policy = make_policy(built(MistralForCausalLM, MistralConfig, sliding_window=30, **WIDE), TOKENIZER)
     for longest, across in ((20, False), (60, True)):
-        prompts = [prompt for prompt, _ in texts.prompts_of(policy, SMALL, longest, 0)]
+        prompts = texts.prompts_of(policy, SMALL, longest, 0)
         sizes = [prompt.size for prompt in prompts]
         assert (max(sizes) >= 28) == across and max(sizes) < longest
         assert all(ids.dtype == np.int64 and ids.max() < policy.vocabulary for ids in prompts)

@@ -33,7 +33,7 @@ from groupwise.environments.tool_episodes import ToolWorld
 from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
-from groupwise.proof import passes as proof
+from groupwise.proof.passes import model_pass
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.compose import Rewards, prompt_of
@@ -430,9 +430,11 @@ def _agree(name: str, scored: Sequence[np.ndarray], expected: Sequence[np.ndarra
 
 def _own_forward(policy: Policy, rollout: Rollout) -> np.ndarray:
     """Log-probs by the model's own pass in the distribution that was sampled; 0 where nothing is trained."""
-    texts = [proof.Text(sample_of(part), part) for part in unbranched(rollout)]
-    drawn = proof.model_pass(policy, texts, gradients=False).drawn
-    return np.concatenate([np.where(text.sample.weight != 0, logp, 0.0) for text, logp in zip(texts, drawn, strict=True)])
+    samples = [sample_of(part) for part in unbranched(rollout)]
+    values = model_pass(policy, samples, gradients=False).values
+    logp_N = np.zeros(len(rollout))
+    logp_N[np.concatenate([sample.weight > 0 for sample in samples])] = np.concatenate(values)
+    return logp_N
 
 
 def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:

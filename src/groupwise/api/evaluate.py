@@ -176,7 +176,7 @@ def _evaluated(recipe: Recipe, progress: Callable[[int, int], None] | None) -> t
         ends.callback(torch.set_num_threads, torch.get_num_threads())
         policy = make_policy(prepared.blueprint.load(), prepared.blueprint.tokenizer, recipe.model)
         fit_threads(policy, recipe.threads)
-        sampler = replace(NATIVE, sampling=eval_sampling(recipe), conversations=prepared.world is not None)
+        sampler = replace(NATIVE, conversations=prepared.world is not None)
         prove(policy, longest=longest_of(recipe, prepared.prompts), sampler=sampler, train=False)
         engine = NativeEngine(policy, max_rows=recipe.rollout.max_rows, world=prepared.world)
         evaluation = evaluated(prepared, engine, prepared.prompts.held_out, progress)

@@ -1,7 +1,7 @@
-"""Two ways through a model: its own forward and backward pass, unpadded; and that of a run, packed and fused.
+"""Two ways through a model: its own forward and backward pass, one text at a time; and that of a run, packed and fused.
 
-Both give the same of each text: log-probs of the completion's tokens, or a scoring model's score; and the gradients of the weighted
-sum of their squares.
+Both give the same of each text: log-probs of the tokens that have a weight, or a scoring model's score; and the gradients of the
+weighted sum of their squares.
 
 n tokens of a completion   V vocabulary   M read positions of a packed batch   P all of them
 """
@@ -11,105 +11,79 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.data.packing import unpack
 from groupwise.distributed import fsdp
 from groupwise.models.attention import plain_attention
 from groupwise.models.backbone import layers
 from groupwise.models.fused import fused_modules
+from groupwise.models.layers import MODELS, class_name, stack_of
 from groupwise.models.passes import forward, packed_for
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import head_scores, reads_tokens
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
-from groupwise.proof.texts import NEAR, Text
+from groupwise.records import Sample
 
 MANY = 30_000_000
 """Parameters of a model of which the gradients of all are compared; of a larger one see `some_gradients`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PassResults:
+class PassResults(NamedTuple):
     """What one way gives of texts."""
 
     values: list[np.ndarray]
-    """Of each: log-probs of its completion's tokens (n,), nats; of a scoring model its score (1,)."""
-    gradient: dict[str, Tensor] = field(default_factory=dict)
+    """Of each: log-probs of its tokens that have a weight, nats; of a scoring model its score (1,)."""
+    gradient: dict[str, Tensor]
     """By parameter; of a sharded one this process's shard."""
-    drawn: list[np.ndarray] = field(default_factory=list)
-    """Of each that an engine drew: see `Text.drawn`."""
-    first: list[Tensor] = field(default_factory=list)
-    """Log-probs of all tokens right behind each prompt (V,)."""
 
 
-def model_pass(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
-    """By the model's own pass: one text at a time, or short ones of one length beside each other."""
-    model, scores, device = policy.model.eval(), reads_tokens(policy), policy.device
-    values, first, drawn = dict[int, np.ndarray](), dict[int, Tensor](), dict[int, np.ndarray]()
+def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
+    """By the model's own pass, one text at a time, at each one's temperature and over its support."""
+    model, scores, values = policy.model.eval(), reads_tokens(policy), list[np.ndarray]()
     model.zero_grad(set_to_none=True)
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
-    batches: dict[tuple[int, int], list[int]] = {}
-    for place, text in enumerate(texts):
-        batches.setdefault((text.size, place if scores or text.size > NEAR else -1), []).append(place)
     with plain_attention(model), torch.set_grad_enabled(gradients):
-        for places in batches.values():
-            samples = [texts[place].sample for place in places]
-            ids = torch.from_numpy(np.stack([np.concatenate([one.prompt, one.completion[:-1]]) for one in samples])).to(device)
-            options = {"logits_to_keep": max(one.completion.size for one in samples)} if few else {}
+        for sample in samples:
+            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
+            options = {"logits_to_keep": sample.completion.size} if few else {}
             with policy.precision():
-                logits = model(input_ids=ids, use_cache=False, **options).logits
-            logits, losses = logits.to(torch.promote_types(logits.dtype, torch.float32)), []
-            for place, sample, value_N in zip(places, samples, logits, strict=True):
-                if not scores:
-                    logits_NV = value_N[-sample.completion.size :, : policy.vocabulary]
-                    logp_NV = logits_NV.log_softmax(-1)
-                    value_N = logp_NV.gather(1, torch.from_numpy(sample.completion).to(device)[:, None])[:, 0]
-                    first[place] = logp_NV[0].detach()
-                    if texts[place].rollout is not None:
-                        drawn[place] = _drawn(texts[place], logits_NV.detach().double())
-                losses.append((torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N) * value_N.square()).sum())
-                values[place] = value_N.detach().double().cpu().numpy()
-            if losses[0].requires_grad:
-                torch.stack(losses).sum().backward()
-    return PassResults(
-        values=[values[place] for place in sorted(values)],
-        gradient=take_gradients(policy) if gradients else {},
-        drawn=[drawn[place] for place in sorted(drawn)],
-        first=[first[place] for place in sorted(first)],
-    )
+                value_N = model(input_ids=ids[None], use_cache=False, **options).logits[0]
+            value_N = value_N.to(torch.promote_types(value_N.dtype, torch.float32))
+            if not scores:
+                weighted_N = torch.from_numpy(sample.weight > 0).to(policy.device)
+                value_N = _log_probs(sample, value_N[-sample.completion.size :, : policy.vocabulary])[weighted_N]
+            values.append(value_N.detach().double().cpu().numpy())
+            if value_N.requires_grad:
+                (torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N) * value_N.square()).sum().backward()
+    return PassResults(values, take_gradients(policy) if gradients else {})
 
 
-def _drawn(text: Text, logits_NV: Tensor) -> np.ndarray:
-    """Log-probs of a rollout's tokens at its temperature, over the support that it was drawn from."""
-    rollout, count = text.rollout, logits_NV.shape[0]
-    assert rollout is not None
-    logits_NV = logits_NV / (rollout.sampling.temperature or 1.0)
-    chosen_N = torch.from_numpy(rollout.tokens[:count]).to(logits_NV.device)
-    logp_N = logits_NV.gather(1, chosen_N[:, None])[:, 0]
-    for n, logits_V in enumerate(logits_NV):
-        among = (
-            slice(None) if rollout.support is None else torch.from_numpy(rollout.support[n].astype(np.int64)).to(logits_V.device)
-        )
-        logp_N[n] -= logits_V[among].logsumexp(0)
-    return logp_N.cpu().numpy()[rollout.trained[:count]]
+def _log_probs(sample: Sample, logits_NV: Tensor) -> Tensor:
+    """Of a completion's tokens (n,)."""
+    logits_NV = logits_NV / sample.temperature
+    chosen_N = logits_NV.gather(1, torch.from_numpy(sample.completion).to(logits_NV.device)[:, None])[:, 0]
+    if sample.support is None:
+        return chosen_N - logits_NV.logsumexp(-1)
+    supports = [torch.from_numpy(ids.astype(np.int64)).to(logits_NV.device) for ids in sample.support]
+    return chosen_N - torch.stack([logits_V[ids].logsumexp(0) for logits_V, ids in zip(logits_NV, supports, strict=True)])
 
 
-def run_pass(policy: Policy, texts: Sequence[Text], *, gradients: bool) -> PassResults:
+def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
     """As a run computes it: all in one stream, prompts shared, fused, gradients of head and embedding summed in place."""
-    model, scores, samples = policy.model, reads_tokens(policy), [text.sample for text in texts]
+    model, scores, values = policy.model, reads_tokens(policy), [np.zeros(0) for _ in samples]
     model.zero_grad(set_to_none=True)
-    values = [np.zeros(0) for _ in texts]
     with (
         torch.set_grad_enabled(gradients),
         fused_modules(model, keep=not policy.sharded),
         summed_in_place(gradients and not policy.sharded),
     ):
-        for batch in packed_for(policy, samples, sum(text.size + 1 for text in texts)):
+        for batch in packed_for(policy, samples, sum(sample.prompt.size + sample.completion.size for sample in samples)):
             rows_M = batch.trained_M
             hidden_MD = forward(policy, batch).hidden_PD[rows_M]
             if scores:
@@ -136,18 +110,15 @@ def take_gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 @contextmanager
-def some_gradients(policy: Policy, *, head: bool) -> Iterator[None]:
-    """Inside, a model of more than `MANY` parameters takes no gradient of the matrices between its first and its last block.
+def some_gradients(policy: Policy) -> Iterator[None]:
+    """Inside, of a model of more than `MANY` parameters no matrix takes a gradient but those of its first and its last block.
 
-    What flows through these blocks is seen by the gradients before them, and by those of their norms and biases.
-    head: of its embedding and its head, which cost as much as all others.
+    What flows through the blocks between them is seen by the gradients of the first, and by those of their norms and biases.
     """
-    model = policy.model
+    model, blocks = policy.model, layers(policy)
     many = not policy.sharded and sum(p.numel() for p in model.parameters()) > MANY
-    between = [p for block in layers(policy)[1:-1] for p in block.parameters() if p.ndim > 1] if many else []
-    parts = [] if head else [model.get_input_embeddings(), model.get_output_embeddings()]
-    tables = [part.weight for part in parts if part is not None]
-    left_out = [p for p in (*between, *tables) if p.requires_grad]
+    ends = {p for block in (*blocks[:1], *blocks[-1:]) for p in block.parameters()}
+    left_out = [p for p in model.parameters() if many and p.ndim > 1 and p.requires_grad and p not in ends]
     for parameter in left_out:
         parameter.requires_grad_(False)
     try:
@@ -155,3 +126,29 @@ def some_gradients(policy: Policy, *, head: bool) -> Iterator[None]:
     finally:
         for parameter in left_out:
             parameter.requires_grad_(True)
+
+
+@contextmanager
+def shortened(policy: Policy) -> Iterator[None]:
+    """Inside, a model of which `stack_of` knows all has its first blocks only: two, or as many as hold one of every kind."""
+    model, blocks = policy.model, layers(policy)
+    if class_name(type(model)) not in MODELS or stack_of(model) is None:
+        yield
+        return
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    kinds = [(repr(block), _altered(block)) for block in blocks]
+    kinds = list(zip(kinds, getattr(config, "layer_types", None) or kinds, strict=True))
+    count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
+    (stack,) = (part for part in model.modules() if isinstance(part, nn.ModuleList) and [*part] == blocks)
+    del stack[count:]
+    config.num_hidden_layers = len(stack)  # the engine holds the model against what its config makes
+    try:
+        yield
+    finally:
+        stack.extend(blocks[count:])
+        config.num_hidden_layers = len(stack)
+
+
+def _altered(block: nn.Module) -> list[int]:
+    """How many hooks each module has, and whether it has a forward pass of its own."""
+    return [len(part._forward_hooks) + len(part._forward_pre_hooks) + ("forward" in vars(part)) for part in block.modules()]

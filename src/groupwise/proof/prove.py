@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,9 @@ from groupwise.models.passes import forward, packed_for, reshard
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import REMEDY as SCORES_REMEDY
 from groupwise.models.reward_head import reads_tokens
-from groupwise.proof import cache
-from groupwise.proof.passes import PassResults, model_pass, run_pass, some_gradients, take_gradients
-from groupwise.proof.texts import FULL, NEAR, Sampler, Text, drawn, size_of, switches, written
+from groupwise.proof.passes import PassResults, model_pass, run_pass, shortened, some_gradients, take_gradients
+from groupwise.proof.texts import FULL, NEAR, SMALL, Sampler, Size, drawn, is_large, length_of, switches, written
+from groupwise.records import Sample
 
 VALUES = 2e-4
 """Largest difference of a log-prob in float32, nats."""
@@ -64,8 +64,6 @@ class ModelProof:
     """Lengths at which the model changes something, which texts lie on both sides of."""
     difference: float
     """The largest of a log-prob, in nats; of a score."""
-    before: bool = False
-    """It was made by an earlier load of the same."""
 
     @property
     def line(self) -> tuple[str, str]:
@@ -73,7 +71,7 @@ class ModelProof:
         unit = "" if "scores" in self.paths else " nats"
         beyond = f", across {', '.join(map(str, self.switches))}" if self.switches else ""
         return (
-            "proven before" if self.before else "proven",
+            "proven",
             f"{self.family}: {', '.join(self.paths)} {'equal' if len(self.paths) > 1 else 'equals'} its own pass {self.place}, at "
             f"{len(self.lengths)} lengths from {self.lengths[0]} to {self.lengths[-1]}{beyond}, "
             f"to {self.difference:.0e}{unit}",
@@ -89,20 +87,14 @@ def prove(
     train: the policy is trained, with its blocks computed again if `recompute`.
     All processes call it for a sharded policy.  The model comes back in eval mode, with its weights and without gradients.
     """
-    longest = max(min(policy.context, longest), 4)
-    engine = None if sampler is None else (sampler.name, sampler.path, sampler.sampling, sampler.conversations)
-    file = cache.file_of(policy, [longest, train, recompute, engine])
-    fields = cache.read(file)
-    if all(comm.gather([bool(fields)]) if policy.sharded else [fields]):
-        return ModelProof(**fields)
+    longest, large = max(min(policy.context, longest), 4), is_large(policy)
+    case = _Case(policy, SMALL if large else FULL, longest, sampler, train, recompute)
     try:
-        with _filled_adapter(policy):
-            proof = _Case(policy, longest, sampler, train, recompute).proven()
+        with shortened(policy) if large else nullcontext(), _filled_adapter(policy):
+            return case.proven()
     finally:
         policy.model.eval().zero_grad(set_to_none=True)
         reshard(policy)
-    cache.write(file, asdict(replace(proof, before=True)))
-    return proof
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +102,7 @@ class _Case:
     """What is proven."""
 
     policy: Policy
+    size: Size
     longest: int
     sampler: Sampler | None
     train: bool
@@ -138,7 +131,7 @@ class _Case:
 
     def proven(self) -> ModelProof:
         """Raises ConfigError for what differs."""
-        policy, types, results = self.policy, list[str](), list[tuple[list[Text], list[str], float]]()
+        policy, types, results = self.policy, list[str](), list[tuple[list[int], list[str], float]]()
         lower = policy.autocast or policy.dtype == torch.bfloat16
         if not lower or _has_room(policy):
             with _widened(policy) as exact:
@@ -147,19 +140,19 @@ class _Case:
         if lower:
             results.append(replace(self, coarse=True).compared())
             types.append("autocast" if policy.autocast else "bfloat16")
-        texts, paths, difference = results[0]
+        lengths, paths, difference = results[0]
         name = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
         return ModelProof(
             family=self.family,
             paths=tuple(paths),
             place=f"on {policy.device.type}{name} in {' and '.join(types)}",
-            lengths=tuple(sorted({text.size for text in texts})),
+            lengths=tuple(lengths),
             switches=switches(policy.model, self.longest),
             difference=difference,
         )
 
-    def compared(self) -> tuple[list[Text], list[str], float]:
-        """The texts, what is equal, and the largest difference.
+    def compared(self) -> tuple[list[int], list[str], float]:
+        """The lengths of texts, what is equal, and the largest difference.
 
         A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too.
         """
@@ -170,86 +163,95 @@ class _Case:
         except Exception as error:  # as above
             raise ConfigError(f"{self.family} cannot be trained like this: it fails ({_words(error)}); {self.remedy}") from error
 
-    def compare_all(self) -> tuple[list[Text], list[str], float]:
+    def compare_all(self) -> tuple[list[int], list[str], float]:
         """As `compared`.  Gradients are compared of short texts."""
-        policy, size, sampler, paths = self.policy, size_of(self.policy), self.sampler, [self.path]
+        policy, sampler, paths = self.policy, self.sampler, [self.path]
         texts, failed = self.texts()
-        learn, others = ([text for text in texts if (text.size <= NEAR) == near] for near in (True, False))
-        texts = [*learn, *others]
-        with some_gradients(policy, head=size is FULL):
-            expected, beside = model_pass(policy, learn, gradients=self.train), model_pass(policy, others, gradients=False)
-            if not self.coarse:
-                self.check_model(learn, expected)
-            trained = self.update(learn, self.recompute)
-            # Another stream of the same size, so that nothing of the first may serve it.
-            again = run_pass(policy, learn[::-1], gradients=False).values[::-1]
-            together = run_pass(policy, texts, gradients=False).values if others else []
+        near, far = ([text for text in texts if (length_of(text) <= NEAR) == short] for short in (True, False))
+        texts = [*near, *far]
+        with some_gradients(policy):
+            expected, beside = model_pass(policy, near, gradients=self.train), model_pass(policy, far, gradients=False)
             values = [*expected.values, *beside.values]
+            if not self.coarse:
+                self.check_finite(expected)
+                self.check_causality(near, expected.values)
+            trained = self.update(near, self.recompute)
+            # Another stream of the same size, so that nothing of the first may serve it.
+            again = run_pass(policy, near[::-1], gradients=False).values[::-1]
+            together = run_pass(policy, texts, gradients=False).values if far else []
             spread = float(np.concatenate(values).std()) + 1e-3
-            worst = self.compare(self.path, trained.values + again, expected.values * 2, self.remedy, spread)
-            worst = max(worst, self.compare(self.path, together, values[: len(together)], self.remedy, spread))
+            try:
+                worst = self.compare(self.path, trained.values + again, expected.values * 2, self.remedy, spread)
+                worst = max(worst, self.compare(self.path, together, values[: len(together)], self.remedy, spread))
+            except ConfigError:
+                self.check_silence(near[0], values[0])
+                raise
             if self.train:
-                paths += self.compare_updates(learn, trained, expected)
+                paths += self.compare_updates(near, trained, expected)
         if failed is not None:
             raise failed
         if sampler is not None:
-            by_engine = [text.drawn for text in texts]
-            worst = max(worst, self.compare(sampler.path, by_engine, expected.drawn + beside.drawn, sampler.remedy, spread))
-            paths.append(sampler.path)
-        if sampler is not None and sampler.conversations and not self.coarse:
-            talk = drawn(policy, sampler, size, self.longest, talks=True)
-            by_model = model_pass(policy, talk, gradients=False).drawn
-            worst = max(worst, self.compare("conversations", [text.drawn for text in talk], by_model, sampler.remedy, spread))
-            paths.append("conversations")
-        return texts, paths, worst
+            sampling = [sampler.path, *(["conversations"] if sampler.conversations else [])]
+            by_engine = [text.behavior_logp[text.weight > 0] for text in texts]
+            worst = max(worst, self.compare(sampling[-1], by_engine, values, sampler.remedy, spread))
+            paths += sampling
+        return sorted({length_of(text) for text in texts}), paths, worst
 
-    def texts(self) -> tuple[list[Text], ConfigError | None]:
+    def texts(self) -> tuple[list[Sample], ConfigError | None]:
         """What is compared, and why the engine has drawn none of it: that is raised behind what else differs."""
-        size = size_of(self.policy)
         if self.sampler is None:
-            return written(self.policy, size, self.longest), None
+            return written(self.policy, self.size, self.longest), None
         try:
-            return drawn(self.policy, self.sampler, size, self.longest), None
+            return drawn(self.policy, self.sampler, self.size, self.longest), None
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # as in `compared`
             failed = self.refusal(self.sampler.path, _words(error), self.sampler.remedy)
-            return written(self.policy, size, self.longest), failed
+            return written(self.policy, self.size, self.longest), failed
 
-    def check_model(self, texts: Sequence[Text], expected: PassResults) -> None:
-        """Raises ConfigError for a model whose own pass gives no numbers, is noisy, or lets tokens see what comes after them."""
+    def check_finite(self, expected: PassResults) -> None:
+        """Raises ConfigError for a model whose own pass gives no numbers."""
         finite = all(np.isfinite(values).all() for values in expected.values)
         wrong = [name for name, gradient in expected.gradient.items() if not gradient.isfinite().all()]
         if wrong or not finite:
-            what = f"a gradient of {wrong[0]}" if finite else "log-probs"
+            what = f"a gradient of {wrong[0]} that is" if finite else "log-probs that are"
             raise ConfigError(
-                f"{self.family}'s own forward pass gives {what} that {'is' if finite else 'are'} not finite: a number in its "
-                "config.json is wrong (compare it with the published one), its weights are damaged, or the class cannot be trained"
+                f"{self.family}'s own forward pass gives {what} not finite: a number in its config.json is wrong (compare it with "
+                "the published one), its weights are damaged, or the class cannot be trained"
             )
-        alike, pairs = self.policy.alike, list(zip(texts, texts[1:], expected.first, expected.first[1:], strict=False))
-        apart = [
-            float((before - behind).abs().max())
-            for one, other, before, behind in pairs
-            if one.sample.group == other.sample.group and (alike is None or alike(one.size) == alike(other.size))
-        ]
-        if expected.first and max(apart, default=0.0) <= VALUES:
-            return
-        again = model_pass(self.policy, texts[:1], gradients=False).values[0]
-        if not np.abs(again - expected.values[0]).max() <= VALUES:
+
+    def check_silence(self, text: Sample, before: np.ndarray) -> None:
+        """Raises ConfigError for a model whose own pass gives something else a second time."""
+        (again,) = model_pass(self.policy, [text], gradients=False).values
+        if not np.abs(again - before).max() <= VALUES:
             what = "scores" if reads_tokens(self.policy) else "log-probs"
             raise ConfigError(f"{self.family} gives other {what} each time it is asked: set the dropout in its config.json to 0")
-        if expected.first:
+
+    def check_causality(self, texts: Sequence[Sample], values: Sequence[np.ndarray]) -> None:
+        """Raises ConfigError for a model whose tokens see what comes after them, which texts run one by one would not show."""
+        if self.policy.attention != "single" or reads_tokens(self.policy):
+            return
+        alike = self.policy.alike or (lambda length: 0)
+        text, whole = next(
+            (text, value)
+            for text, value in zip(texts, values, strict=True)
+            if text.completion.size > 1 and alike(length_of(text)) == alike(length_of(text) - 1)
+        )
+        shorter = Sample(group="", prompt=text.prompt, completion=text.completion[:-1], weight=text.weight[:-1])
+        (before,) = model_pass(self.policy, [shorter], gradients=False).values
+        if not np.abs(before - whole[: before.size]).max() <= VALUES:
+            self.check_silence(text, whole)
             raise ConfigError(
                 f"{self.family} lets tokens see what comes after them: it is no causal language model, and cannot be trained"
             )
 
-    def update(self, texts: Sequence[Text], recompute: bool) -> PassResults:
+    def update(self, texts: Sequence[Sample], recompute: bool) -> PassResults:
         """As the run makes it; without gradients where nothing is trained."""
         self.policy.model.train(self.train)  # whatever mode somebody has left it in, nothing is dropped
         with checkpointing(self.policy, True) if recompute else nullcontext():
             return run_pass(self.policy, texts, gradients=self.train)
 
-    def compare_updates(self, texts: Sequence[Text], trained: PassResults, expected: PassResults) -> list[str]:
+    def compare_updates(self, texts: Sequence[Sample], trained: PassResults, expected: PassResults) -> list[str]:
         """What is equal.  Raises ConfigError for a gradient that differs."""
         try:
             self.compare_gradients("recompute" if self.recompute else "training", trained.gradient, expected.gradient, self.remedy)
@@ -264,10 +266,10 @@ class _Case:
             paths.append("router")
         return paths
 
-    def compare_router(self, text: Text) -> None:
+    def compare_router(self, text: Sample) -> None:
         """The loss that balances experts, of one text: transformers' own value and its gradients."""
         policy, model = self.policy, self.policy.model
-        (batch,) = packed_for(policy, [text.sample], text.size + 1)
+        (batch,) = packed_for(policy, [text], text.prompt.size + text.completion.size)
         ours: Any = forward(policy, batch).router_loss
         ours.backward()
         gradient = take_gradients(policy)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -36,8 +36,6 @@ class Sampler:
     remedy: str
     """What to do if it differs."""
     path: str = "sampling"
-    sampling: Sampling = field(default_factory=Sampling)
-    """As the run draws."""
     conversations: bool = False
     """A world answers its turns."""
 
@@ -49,73 +47,45 @@ TRANSFORMERS = Sampler(
     remedy="sample it with rollout.engine 'vllm', or train it on data (sft, dpo)",
 )
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Text:
-    """A prompt and a completion."""
-
-    sample: Sample
-    rollout: Rollout | None = None
-    """What an engine drew, of which the sample has the first tokens or all."""
-
-    @property
-    def size(self) -> int:
-        """Tokens that are computed: the last one of a text is predicted alone."""
-        return self.sample.prompt.size + self.sample.completion.size - 1
-
-    @property
-    def drawn(self) -> np.ndarray:
-        """The log-probs that an engine drew the tokens of the policy's turns with, nats."""
-        assert self.rollout is not None
-        count = self.sample.completion.size
-        return self.rollout.behavior_logp[:count][self.rollout.trained[:count]]
-
-
 NEAR = 96
 """Tokens of the longest text whose gradients are compared."""
 ACROSS = 8192
 """Tokens of the longest text that lies behind a length at which the model changes: in single operations attention is quadratic."""
 FEW = 6
 """Tokens left for a completion behind the longest prompt."""
-Cuts = tuple[int, ...]
-"""Tokens of the completions behind a prompt that are compared: of the first of a group and the last, or of the last alone."""
+FIRST, LAST = 2, 12
+"""Tokens that are compared of the first completion of a group and of the last."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """How many texts, and how long."""
 
-    prompts: tuple[tuple[int, Cuts], ...]
-    """Tokens of those that are always there, and what is compared behind them."""
-    others: Cuts
-    """Behind other prompts of at most `NEAR` tokens; behind longer ones the last of it."""
-    beside: tuple[int, ...]
-    """Where prompts end, from a length at which the model changes."""
+    prompts: tuple[int, ...]
+    """Tokens of those that are always there."""
     group: int
     rows: int
     """Completions that are decoded at a time, fewer than all, so that some wait."""
     tokens: int
-    """Longest completion; with 70 the capacity of a row grows."""
-    talk: int
-    """Longest conversation behind its prompt."""
+    """Longest completion of all; with 70 the capacity of a row grows."""
     far: int
     """Tokens of the longest text, if the run reaches them."""
 
 
-FULL = Size(  # prompts of one length, and of a single token
-    prompts=((1, (2, 7)), (9, (2, 7)), (9, (2, 70))), others=(2, 7), beside=(-2, 1), group=8, rows=24, tokens=70, talk=70, far=1040
-)
-SMALL = Size(prompts=((5, (4,)), (6, (1, 3))), others=(4,), beside=(-1,), group=2, rows=3, tokens=4, talk=12, far=0)
-"""On a CPU, of a model of more than `LARGE` parameters: a pass takes long there, and texts of one length take one.  The lengths of
-a group differ, so that its stream is another when it is turned round.  Far texts are left out, but those that lie behind a length
-at which the model changes."""
+FULL = Size(prompts=(1, 9, 9), group=8, rows=24, tokens=70, far=1040)  # prompts of one length, and of a single token
+SMALL = Size(prompts=(5, 5), group=2, rows=3, tokens=4, far=0)
+"""On a CPU, of a model of more than `LARGE` parameters.  The lengths of a group differ, so that its stream is another when it is
+turned round.  Far texts are left out, but those that lie behind a length at which the model changes."""
 LARGE = 5_000_000
 
 
-def size_of(policy: Policy) -> Size:
-    """By what a token costs."""
-    large = sum(parameter.numel() for parameter in policy.model.parameters()) > LARGE
-    return SMALL if large and policy.device.type == "cpu" else FULL
+def is_large(policy: Policy) -> bool:
+    """True if a token costs much."""
+    return policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) > LARGE
+
+
+def length_of(sample: Sample) -> int:
+    """Tokens of a text that are computed: the last one is predicted alone."""
+    return sample.prompt.size + sample.completion.size - 1
 
 
 def switches(model: nn.Module, longest: int) -> tuple[int, ...]:
@@ -131,15 +101,14 @@ def switches(model: nn.Module, longest: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if isinstance(size, int) and 0 < size < min(longest, ACROSS)))
 
 
-def prompts_of(policy: Policy, size: Size, longest: int, seed: int) -> list[tuple[np.ndarray, Cuts]]:
-    """Random ones for texts of at most `longest` tokens, and what is compared behind each."""
+def prompts_of(policy: Policy, size: Size, longest: int, seed: int) -> list[np.ndarray]:
+    """Random ones for texts of at most `longest` tokens."""
     rng, changes = np.random.default_rng(seed), switches(policy.model, longest)
-    near = [(max(min(length, longest - 2), 1), cuts) for length, cuts in size.prompts]
-    across = [at + step for at in changes for step in size.beside]
+    near = [max(min(length, longest - 2), 1) for length in size.prompts]
+    across = [at + step for at in changes for step in ((-2, 1) if size.far else (-1,))]
     across += [2 * at - 2 for at in changes if 2 * at < size.far]
     far = {length for length in (*across, min(longest, size.far) - FEW) if 0 < length < longest}
-    beyond = [(length, size.others if length <= NEAR else size.others[-1:]) for length in sorted(far)]
-    return [(_ids(policy, rng, length), cuts) for length, cuts in [*near, *beyond]]
+    return [_ids(policy, rng, length) for length in (*near, *sorted(far))]
 
 
 def _ids(policy: Policy, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -150,41 +119,46 @@ def _ids(policy: Policy, rng: np.random.Generator, n: int) -> np.ndarray:
     return np.where(ids == policy.model.config.pad_token_id, (ids + 1) % policy.vocabulary, ids)
 
 
-def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Text]:
+def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Sample]:
     """Texts that no engine drew."""
-    rng, texts = np.random.default_rng(seed), list[Text]()
-    for place, (prompt, cuts) in enumerate(prompts_of(policy, size, longest, seed)):
-        begin = prompt.size if prompt.size <= NEAR else FEW
-        for n in cuts:
-            text = np.concatenate([prompt, _ids(policy, rng, min(n, longest - prompt.size))])
-            texts.append(Text(_sample(policy, str(place), text[:begin], text[begin:])))
+    rng, texts = np.random.default_rng(seed), list[Sample]()
+    prompts = prompts_of(policy, size, longest, seed)
+    for place, prompt in enumerate(prompts):
+        near, last = prompt.size <= NEAR, size.tokens if place == 1 else LAST
+        for n in (FIRST, last) if near and place else (last,):
+            text = np.concatenate([prompt, _ids(policy, rng, min(n, size.tokens, longest - prompt.size))])
+            begin = prompt.size if near else FEW
+            texts.append(_sample(policy, str(place), text[:begin], text[begin:]))
     return texts
 
 
-def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0, *, talks: bool = False) -> list[Text]:
-    """What an engine draws.   talks: in turns."""
+def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0) -> list[Sample]:
+    """What an engine draws, in turns where a world answers."""
     no_text: Any = SimpleNamespace(decode=lambda ids, **_: "")
     endless = replace(policy, eos_ids=(), context=longest, tokenizer=no_text)
-    world = SimpleNamespace(begin=lambda stream, *, seed: _RandomReplies(policy.vocabulary, stream, seed)) if talks else None
-    engine = sampler.make(endless, max_rows=size.rows, world=world)
-    sampling = replace(
-        sampler.sampling,
-        max_new_tokens=size.talk if talks else size.tokens,
-        stop=(),
-        temperature=sampler.sampling.temperature or 1.0,
-    )
+    world = SimpleNamespace(begin=lambda stream, *, seed: _RandomReplies(policy.vocabulary, stream, seed))
+    engine = sampler.make(endless, max_rows=size.rows, world=world if sampler.conversations else None)
+    sampling = Sampling(max_new_tokens=LAST if sampler.conversations else min(LAST, size.tokens))
     columns = prompts_of(policy, size, longest, seed)
-    prompts = [Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, (ids, _) in enumerate(columns)]
-    cuts = {prompt.id: (size.talk,) if talks else cuts for prompt, (_, cuts) in zip(prompts, columns, strict=True)}
+    prompts = [Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, ids in enumerate(columns)]
     groups: list[Sequence[Rollout]] = list(engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed))
-    if size is FULL and not talks:  # one that is decoded alone; a small size has one that has waited for all others
-        groups += engine.generate([replace(prompts[1], id="alone")], group_size=1, sampling=sampling, seed=seed)
     texts = []
-    for group in groups:
-        lengths = cuts.get(group[0].prompt.id, size.others[-1:])
-        for rollout, n in zip((group[0], group[-1])[-len(lengths) :], lengths, strict=True):
-            texts.append(Text(_sample(policy, rollout.prompt.id, rollout.prompt.tokens, rollout.tokens[:n]), rollout))
-    return sorted(texts, key=lambda text: text.sample.group)
+    for place, (first, *_, last) in enumerate(sorted(groups, key=lambda group: group[0].prompt.id)):
+        near = first.prompt.tokens.size <= NEAR
+        texts += [_drawn(policy, first, FIRST)] if near and place else []
+        texts += [_drawn(policy, last, LAST)]
+    if size is FULL:  # one that is decoded alone; of a small size the last has waited for all others
+        prompt, sampling = replace(prompts[1], id="alone"), replace(sampling, max_new_tokens=size.tokens)
+        (alone,) = engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
+        texts += [_drawn(policy, alone[0], size.tokens)]
+    return texts
+
+
+def _drawn(policy: Policy, rollout: Rollout, n: int) -> Sample:
+    """The first n tokens of a rollout."""
+    sample = _sample(policy, rollout.prompt.id, rollout.prompt.tokens, rollout.tokens[:n])
+    weight = np.where(rollout.trained[:n], sample.weight, 0.0)
+    return replace(sample, weight=weight, behavior_logp=rollout.behavior_logp[:n])
 
 
 def _sample(policy: Policy, group: str, prompt: np.ndarray, completion: np.ndarray) -> Sample:
@@ -195,7 +169,7 @@ def _sample(policy: Policy, group: str, prompt: np.ndarray, completion: np.ndarr
 
 
 class _RandomReplies:
-    """A conversation whose turns are short, each answered by a few random tokens until none remain."""
+    """A conversation whose turns are mostly short, each answered by a few random tokens until none remain."""
 
     def __init__(self, vocabulary: int, stream: Stream, seed: int) -> None:
         self.vocabulary, self.stream = vocabulary, stream
@@ -215,5 +189,5 @@ class _RandomReplies:
 
     def _reply(self, n: int) -> Future[Reply]:
         reply: Future[Reply] = Future()
-        reply.set_result(Reply(tokens=self.rng.integers(0, self.vocabulary, size=n), limit=int(self.rng.integers(1, 4))))
+        reply.set_result(Reply(tokens=self.rng.integers(0, self.vocabulary, size=n), limit=int(self.rng.choice((1, 2, 3, 20)))))
         return reply

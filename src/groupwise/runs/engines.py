@@ -15,7 +15,7 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import whole_policy
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
-from groupwise.records import Prompt, Sampling, Step
+from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine, GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
@@ -85,7 +85,7 @@ def make_engine(policy: Policy, settings: RolloutSettings, world: EpisodeWorld |
     return made
 
 
-def sampler_of(settings: RolloutSettings, sampling: Sampling, *, conversations: bool = False) -> Sampler | None:
+def sampler_of(settings: RolloutSettings, *, conversations: bool = False) -> Sampler | None:
     """What a proof asks to sample, with the recipe's engine; None for one that samples elsewhere, or is one's own.
 
     conversations: a world answers the policy's turns.
@@ -97,7 +97,7 @@ def sampler_of(settings: RolloutSettings, sampling: Sampling, *, conversations: 
     def make(policy: Policy, *, max_rows: int, world: EpisodeWorld | None) -> Engine:
         return make_engine(policy, replace(settings, max_rows=max_rows), world)
 
-    return replace(known, make=make, sampling=sampling, conversations=conversations)
+    return replace(known, make=make, conversations=conversations)
 
 
 def mixture(mix: float, settings: RolloutSettings) -> Sampler:

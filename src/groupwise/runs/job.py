@@ -329,7 +329,7 @@ def _proofs(prepared: Prepared, policy: Policy, critic: Critic | None, teacher: 
     recipe = prepared.recipe
     assert prepared.prompts is not None
     longest, again = longest_of(recipe, prepared.prompts), recipe.model.gradient_checkpointing
-    sampler = sampler_of(recipe.rollout, sampling_of(recipe.rollout), conversations=prepared.world is not None)
+    sampler = sampler_of(recipe.rollout, conversations=prepared.world is not None)
     proofs = [prove(policy, longest=longest, sampler=sampler, recompute=again)]
     if critic is not None and not critic.shared:
         proofs.append(prove(critic.policy, longest=longest, recompute=again))
@@ -357,7 +357,7 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
     batch_size = min(recipe.batch_size, len(rows))
     sampler, longest = None, max((len(row) for part in (rows, held_out) for row in part), default=1)
     if kind.samples and prepared.prompts is not None:
-        sampler = sampler_of(recipe.rollout, sampling_of(recipe.rollout), conversations=prepared.world is not None)
+        sampler = sampler_of(recipe.rollout, conversations=prepared.world is not None)
         longest = max(longest, longest_of(recipe, prepared.prompts))
     proof = prove(policy, longest=longest, sampler=sampler, recompute=recipe.model.gradient_checkpointing)
     engine = _engine(prepared, policy) if kind.samples else None

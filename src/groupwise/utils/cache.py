@@ -1,4 +1,4 @@
-"""The user's cache of what is made once for a machine: proofs of models, models in another format."""
+"""The user's cache of what is made once for a machine: models in another format."""
 
 from __future__ import annotations
 
