@@ -48,7 +48,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]
     rows_C = [normal(4) for _ in range(4)]
     one = normal(3, 2, 32, dtype=dtype)
     own, prompt = ([torch.zeros(3, 2, 1, decoding.BLOCK * 32, dtype=dtype) for _ in range(2)] for _ in range(2))
-    rows = decoding.Rows([[0, 1], [2]], [4, 5])
+    rows = decoding.Rows([0, 0, 1], [4, 5])
     decoded = (one.repeat(1, 2, 1), one, one.clone(), *own, *prompt, rows.part_N3, rows.prompt_length_P, rows.order_R)
     matrix = normal(24, 32, dtype=dtype)
     found: dict[str, Any] = {

@@ -96,7 +96,7 @@ class Training:
         with Run(self.recipe, folder, accept_changes=self.accept_changes) as run, comm.peers():
             console = console or make_console(quiet=not here.first)
             result = train_stage(run, self.recipe.name, console, quiet)
-        closing_table({self.recipe.objective: result}, self.recipe, console)
+        closing_table({self.recipe.objective: result}, {self.recipe.objective: self.recipe}, console)
         return result
 
     def __repr__(self) -> str:

@@ -184,11 +184,11 @@ def test_decoding_is_the_definition(dtype: torch.dtype, group: int, width: int, 
         query, key, value = normal(rows, shared * group, width), normal(rows, shared, width), normal(rows, shared, width)
         length_R = torch.tensor(begun_R) + step
         before = own[0].clone(), own[1].clone()
-        belonging = decoding.Rows([[r for r in range(rows) if entry_R[r] == entry] for entry in range(len(prompts))], prompts)
+        belonging = decoding.Rows(entry_R, prompts)
         out = decoding.decode_attention(query, key, value, own, prompt, belonging, length_R, 0.3, window)
         for r in (0, 4, 7):
             alone = (query[r : r + 1], key[r : r + 1], value[r : r + 1], (before[0][r : r + 1], before[1][r : r + 1]), prompt)
-            belonging = decoding.Rows([[0] * (entry == entry_R[r]) for entry in range(len(prompts))], prompts)
+            belonging = decoding.Rows([entry_R[r]], prompts)
             one = decoding.decode_attention(*alone, belonging, length_R[r : r + 1], 0.3, window)
             assert torch.equal(out[r], one[0])
         for r, entry in enumerate(entry_R):
@@ -213,7 +213,7 @@ def test_values_that_are_equal_come_out_as_they_are(dtype: torch.dtype) -> None:
         keys[..., 0] = logit
         prompt = slab_of([(keys, torch.ones_like(keys))], 7)
         own = slab_of([(keys[:0], keys[:0])], 1)
-        one, rows = torch.ones(1, 1, width, dtype=dtype), decoding.Rows([[0]], [shown])
+        one, rows = torch.ones(1, 1, width, dtype=dtype), decoding.Rows([0], [shown])
         out = decoding.decode_attention(query, 0 * one, one, own, prompt, rows, torch.tensor([1]), 1.0, None)
         torch.testing.assert_close(out, one, rtol=0, atol=1e-5)
 
