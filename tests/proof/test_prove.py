@@ -32,6 +32,8 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -318,7 +320,31 @@ def test_the_first_blocks_of_a_known_family_stand_for_those_that_are_alike() -> 
     blocks[3].mlp.register_forward_hook(lambda module, args, out: out)
     with passes.shortened(policy):
         assert blocks[3] in [*stack], "it is unlike the others"
+    blocks[4].mlp.register_full_backward_hook(lambda module, grads, of_output: grads)
+    with passes.shortened(policy):
+        assert blocks[4] in [*stack], "it is unlike the others"
     assert [*stack] == blocks and config.num_hidden_layers == 6
+
+
+def test_of_a_model_that_reads_images_the_blocks_of_its_text_part_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "LARGE", 100)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    states = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+    states |= {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
+    size = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6}
+    text = {**size, **heads, **states, "layer_types": ["linear_attention", "full_attention"] * 3}
+    image = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=image))
+    policy = make_policy(model, TOKENIZER)
+    stack, encoder = policy.model.model.language_model.layers, policy.model.model.visual.blocks
+    with passes.shortened(policy):
+        assert (len(stack), len(encoder)) == (2, 2)
+    assert len(stack) == 6
+    assert prove(policy, longest=20).paths == ("scoring", "training")
+    monkeypatch.setattr(passes, "MANY", 100)
+    with passes.some_gradients(policy):
+        asked = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {f"model.language_model.layers.{i}.mlp.up_proj.weight" for i in (0, 5)} <= asked
 
 
 @pytest.mark.parametrize("to", [torch.float32, BF16])

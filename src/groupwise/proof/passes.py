@@ -115,7 +115,7 @@ def some_gradients(policy: Policy) -> Iterator[None]:
 
     What flows through the blocks between them is seen by the gradients of the first, and by those of their norms and biases.
     """
-    model, blocks = policy.model, layers(policy)
+    model, blocks = policy.model, [block for block in layers(policy) if any(p.requires_grad for p in block.parameters())]
     many = not policy.sharded and sum(p.numel() for p in model.parameters()) > MANY
     ends = {p for block in (*blocks[:1], *blocks[-1:]) for p in block.parameters()}
     left_out = [p for p in model.parameters() if many and p.ndim > 1 and p.requires_grad and p not in ends]
@@ -131,15 +131,17 @@ def some_gradients(policy: Policy) -> Iterator[None]:
 @contextmanager
 def shortened(policy: Policy) -> Iterator[None]:
     """Inside, a model of which `stack_of` knows all has its first blocks only: two, or as many as hold one of every kind."""
-    model, blocks = policy.model, layers(policy)
+    model = policy.model
     if class_name(type(model)) not in MODELS or stack_of(model) is None:
         yield
         return
+    last = layers(policy)[-1]  # an image encoder, whose blocks are no part of texts, stands before it
+    (stack,) = (part for part in model.modules() if isinstance(part, nn.ModuleList) and [*part][-1:] == [last])
+    blocks = [*stack]
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     kinds = [(repr(block), _altered(block)) for block in blocks]
     kinds = list(zip(kinds, getattr(config, "layer_types", None) or kinds, strict=True))
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
-    (stack,) = (part for part in model.modules() if isinstance(part, nn.ModuleList) and [*part] == blocks)
     del stack[count:]
     config.num_hidden_layers = len(stack)  # the engine holds the model against what its config makes
     try:
@@ -149,6 +151,9 @@ def shortened(policy: Policy) -> Iterator[None]:
         config.num_hidden_layers = len(stack)
 
 
-def _altered(block: nn.Module) -> list[int]:
-    """How many hooks each module has, and whether it has a forward pass of its own."""
-    return [len(part._forward_hooks) + len(part._forward_pre_hooks) + ("forward" in vars(part)) for part in block.modules()]
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _altered(block: nn.Module) -> list[list[int]]:
+    """How many hooks of each kind each module has, and whether it has a forward pass of its own."""
+    return [[*(len(getattr(part, kind)) for kind in HOOKS), "forward" in vars(part)] for part in block.modules()]
