@@ -15,7 +15,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from groupwise.api.replay_report import compared, pushes, render
+from groupwise.api.replay_report import as_dict, compared, pushes, render
 from groupwise.cli import commands
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import CheckpointError, ConfigError, DataError
@@ -97,12 +97,19 @@ def test_without_a_model_the_loss_and_its_gradient_are_the_runs(run: Path) -> No
 @pytest.mark.slow
 def test_of_several_passes_the_last_one_is_replayed(tmp_path: Path) -> None:
     """What was recorded of a token's gradient is of the last update."""
-    replayed = replay(recorded(tmp_path, "passes", **CASES["passes"], steps=1), 1, model=False)
+    folder = recorded(tmp_path, "passes", **CASES["passes"], steps=1)
+    replayed = replay(folder, 1, model=False)
+    assert as_dict(replayed)["pass"] == "last"
     then, now = replayed.recorded.columns["gradient"], replayed.again.column("gradient")
     pairs = [(one, np.abs(other)) for group in zip(then, now, strict=True) for one, other in zip(*group, strict=True) if one.size]
     assert sum(column.sum() for column, _ in pairs) > 0.1
     for one, other in pairs:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
+    # Entropies are recorded of the first: where one of two losses reads them, both are of that pass.
+    beside = replay(folder, 1, ["group.entropy_bonus=1e-6"], model=False)
+    assert beside.changed is not None
+    assert as_dict(beside)["pass"] == "first" and "loss, first pass" in (both := compared(beside.again, beside.changed))
+    assert both["loss, first pass"][0] == pytest.approx(both["loss, first pass"][1], abs=1e-4) != replayed.again.loss
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[floa
     """What both make of the completions, by name: loss and gradient, and where there was a model the metrics that differ."""
     figures = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
     if again.parts and changed.parts:
-        figures["loss, last pass"] = (again.loss, changed.loss)
+        figures[f"loss, {again.which} pass"] = (again.loss, changed.loss)
         figures["sum of |dLoss/dlog-prob|"] = (sum(again.gradient), sum(changed.gradient))
     if again.step is not None and changed.step is not None:
         one, other = again.step.metrics, changed.step.metrics
@@ -161,6 +161,7 @@ def as_dict(replayed: Replay) -> dict[str, Any]:
         "recorded": _outcome(again),
         "changed": None if changed is None else _outcome(changed),
         "pushes": pushes(again, changed) if changed is not None and changed.parts and again.parts else None,
+        "pass": again.which,
         "mismatch": replayed.mismatch,
         "notes": replayed.notes,
     }

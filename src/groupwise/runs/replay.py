@@ -87,8 +87,9 @@ class ReplayedStep:
     groups: Sequence[Scored]
     advantages: Columns
     parts: list[ClosedForm]
-    """The optimizer steps of the last pass, by the log-probs that its updates saw, or of the first where the loss reads entropies,
-    which are recorded of that one; none if `without` says why."""
+    """The optimizer steps of a pass, by the log-probs that its updates saw; none if `without` says why."""
+    which: str
+    """The pass: `last`; `first` if the last one's log-probs were not recorded, or a loss reads entropies, which are the first's."""
     without: str | None
     step: Step | None
     """What the training loop yielded; None without a model."""
@@ -152,14 +153,15 @@ def replay(folder: Path | str, number: int, changes: Sequence[str] = (), *, mode
     recorded = read_recorded(run.folder, number)
     apart, threads = _apart(run.folder, number, recorded)
     begun, reasons = _beginning(run.folder, number, reach) if model else (None, [])
+    first = any(one.algorithm.needs_entropy for one in (run, change) if one is not None)
     notes = ["; ".join(reasons)] if reasons else []
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        again = _computed(run, recorded, begun)
+        again = _computed(run, recorded, begun, first=first)
         figures = [*_closed_figures(run, recorded, again, apart), *_figures(run, recorded, again, apart)]
         mismatch = _mismatch(run, again, begun)
-        changed = None if change is None else _computed(change, recorded, begun, run)
+        changed = None if change is None else _computed(change, recorded, begun, run, first=first)
     finally:
         torch.set_num_threads(threads_before)
     if again.step is not None:
@@ -323,8 +325,8 @@ def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
 # ---------------------------------------------------------------- computing
 
 
-def _computed(run: RecordedRun, recorded: Step, begun: int | None, was: RecordedRun | None = None) -> ReplayedStep:
-    """The step by a configuration.   was: the recorded one, where this is another."""
+def _computed(run: RecordedRun, recorded: Step, begun: int | None, was: RecordedRun | None = None, *, first: bool) -> ReplayedStep:
+    """The step by a configuration.   was: the recorded one, where this is another.   first: its first pass, else its last."""
     algorithm = run.algorithm
     groups = recorded.groups if was is None else _weighted(recorded.groups, run.recipe)
     step, learner = None, None
@@ -345,7 +347,7 @@ def _computed(run: RecordedRun, recorded: Step, begun: int | None, was: Recorded
     steps = [
         weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm) for part in minibatches(groups, run.recipe.group)
     ]
-    last = () if algorithm.needs_entropy else seen.columns.get("last_logp", ())
+    last = () if first else seen.columns.get("last_logp", ())
     logp, entropy = (_by_name(groups, columns) for columns in (last or seen.current_logp, seen.columns.get("entropy", ())))
     parts, without = [], None
     try:
@@ -357,6 +359,7 @@ def _computed(run: RecordedRun, recorded: Step, begun: int | None, was: Recorded
         groups=groups,
         advantages=advantages,
         parts=parts,
+        which="last" if last or run.recipe.group.updates_per_rollout == 1 else "first",
         without=without,
         step=step,
         learner=learner,

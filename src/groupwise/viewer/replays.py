@@ -81,7 +81,7 @@ def checked(text: str) -> list[str]:
 
 
 def replayed(folder: Path, number: int, place: int, changes: Sequence[str]) -> Json:
-    """One group of a replayed step, each token's push in the step's last pass as a share of the group's sum of |gradient|.
+    """One group of a replayed step, each token's push in a pass of the step as a share of the group's sum of |gradient|.
 
     `recorded` by the run's own configuration; `replay` by the changed one (by the recorded one where nothing was changed);
     `change` is the second less the first.  Positive: made likelier.   None where there is no closed form.
@@ -110,6 +110,7 @@ def replayed(folder: Path, number: int, place: int, changes: Sequence[str]) -> J
         "without": outcome["without"],
         "loss": [step["recorded"]["loss"], outcome["loss"]],
         "pushes": step.get("pushes"),
+        "pass": step["pass"],
         "completions": [
             {"index": row["index"], **{name: _plain(values[i]) for name, values in columns.items()}} for i, row in enumerate(rows)
         ],
