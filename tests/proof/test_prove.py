@@ -326,6 +326,34 @@ def test_the_first_blocks_of_a_known_family_stand_for_those_that_are_alike() -> 
     assert [*stack] == blocks and config.num_hidden_layers == 6
 
 
+def test_a_large_model_whose_texts_run_one_by_one_is_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "LARGE", 100)
+    single = ModelSettings(attention="single")
+    assert proven(LlamaForCausalLM, settings=single, sampler=TRANSFORMERS, longest=4).line[1].count("at 1 length from 3 to 3") == 1
+
+
+class AroundBlock(nn.Module):
+    """A block inside of a module of one's own."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.block(*args, **named)
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_large_model_with_a_block_of_ones_own_is_proven_as_a_whole(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "LARGE", 100)
+    policy = make_policy(built(LlamaForCausalLM, LlamaConfig, num_hidden_layers=4), TOKENIZER)
+    stack = policy.model.model.layers
+    stack[place] = AroundBlock(stack[place])
+    with passes.shortened(policy):
+        assert len(stack) == 4
+    assert prove(policy).paths == ("scoring", "training")
+
+
 def test_of_a_model_that_reads_images_the_blocks_of_its_text_part_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "LARGE", 100)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

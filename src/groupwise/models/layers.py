@@ -272,9 +272,7 @@ def stack_of(model: Any) -> Stack | None:
     )
 
 
-def _parts(layer: Any) -> tuple[nn.Module, ...]:
-    """x += mixer(norm(x)); x += mlp(mlp_norm(x)): norm, mixer (attention or a DeltaNet), mlp_norm, mlp."""
-    if hasattr(layer, "ln_1"):
-        return layer.ln_1, layer.attn, layer.ln_2, layer.mlp
-    mixer = getattr(layer, "linear_attn", None) or layer.self_attn
-    return layer.input_layernorm, mixer, layer.post_attention_layernorm, layer.mlp
+def _parts(layer: Any) -> tuple[Any, ...]:
+    """x += mixer(norm(x)); x += mlp(mlp_norm(x)): norm, mixer (attention or a DeltaNet), mlp_norm, mlp; None for what it lacks."""
+    rotary = ("input_layernorm", "linear_attn" if hasattr(layer, "linear_attn") else "self_attn", "post_attention_layernorm", "mlp")
+    return tuple(getattr(layer, name, None) for name in (("ln_1", "attn", "ln_2", "mlp") if hasattr(layer, "ln_1") else rotary))

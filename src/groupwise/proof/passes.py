@@ -132,7 +132,8 @@ def some_gradients(policy: Policy) -> Iterator[None]:
 def shortened(policy: Policy) -> Iterator[None]:
     """Inside, a model of which `stack_of` knows all has its first blocks only: two, or as many as hold one of every kind."""
     model = policy.model
-    if class_name(type(model)) not in MODELS or stack_of(model) is None:
+    # Of a model whose texts run one by one nobody has read the masks, which `stack_of` asks for.
+    if policy.attention == "single" or class_name(type(model)) not in MODELS or stack_of(model) is None:
         yield
         return
     last = layers(policy)[-1]  # an image encoder, whose blocks are no part of texts, stands before it

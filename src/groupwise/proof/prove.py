@@ -34,6 +34,7 @@ from groupwise.models.reward_head import reads_tokens
 from groupwise.proof.passes import PassResults, model_pass, run_pass, shortened, some_gradients, take_gradients
 from groupwise.proof.texts import FULL, NEAR, SMALL, Sampler, Size, drawn, is_large, length_of, switches, written
 from groupwise.records import Sample
+from groupwise.utils.spelling import counted
 
 VALUES = 2e-4
 """Largest difference of a log-prob in float32, nats."""
@@ -73,7 +74,7 @@ class ModelProof:
         return (
             "proven",
             f"{self.family}: {', '.join(self.paths)} {'equal' if len(self.paths) > 1 else 'equals'} its own pass {self.place}, at "
-            f"{len(self.lengths)} lengths from {self.lengths[0]} to {self.lengths[-1]}{beyond}, "
+            f"{counted(len(self.lengths), 'length')} from {self.lengths[0]} to {self.lengths[-1]}{beyond}, "
             f"to {self.difference:.0e}{unit}",
         )
 
