@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from rich.console import Console
 
-from groupwise.api.check import check_recipe
+from groupwise.api.check import _own_forward, check_recipe
+from groupwise.training.passes import score
+from groupwise.training.samples import sample_of
 
 
 @pytest.fixture
@@ -281,3 +284,11 @@ def test_what_the_template_makes_of_a_recipes_variables_is_shown(check: Callable
     _, text = check(model=model, data={"chat": True, "chat_template_kwargs": {"enable_thinking": False}})
     assert "ok    variables   {enable_thinking: False}: the prompt ends in" in text
     assert "<|assistant|>0', without in" in text
+
+
+def test_an_episode_that_failed_before_its_first_turn_has_no_log_probs(tiny_policy: Callable, scored_group: Callable) -> None:
+    policy = tiny_policy()
+    rollouts = scored_group([0.0, 1.0], [0, 3]).rollouts
+    scored = score(policy, [sample_of(one) for one in rollouts], budget=100).logp
+    for rollout, logp in zip(rollouts, scored, strict=True):
+        np.testing.assert_allclose(_own_forward(policy, rollout), logp, atol=1e-4)

@@ -430,9 +430,11 @@ def _agree(name: str, scored: Sequence[np.ndarray], expected: Sequence[np.ndarra
 
 def _own_forward(policy: Policy, rollout: Rollout) -> np.ndarray:
     """Log-probs by the model's own pass in the distribution that was sampled; 0 where nothing is trained."""
+    logp_N = np.zeros(len(rollout))
+    if not len(rollout):  # an episode that failed before its first turn
+        return logp_N
     samples = [sample_of(part) for part in unbranched(rollout)]
     values = model_pass(policy, samples, gradients=False).values
-    logp_N = np.zeros(len(rollout))
     logp_N[np.concatenate([sample.weight > 0 for sample in samples])] = np.concatenate(values)
     return logp_N
 
