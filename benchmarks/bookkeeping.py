@@ -55,7 +55,7 @@ def played(past: str, episodes: int, turns: int, length: int) -> dict[str, float
     assert runtime is not None
     template = Template(tokenizer=tokenizer, chat=True, tools=tools_of(runtime))
     world = ToolWorld(runtime, settings, template, (tokenizer.convert_tokens_to_ids("<|im_end|>"),))
-    (question,) = template.ask([QUESTION], ["the question"])
+    (question,) = template.ask([template.read({"prompt": QUESTION}, "the question")])
     call = tokenizer(CALL, add_special_tokens=False)["input_ids"]
     rng = np.random.default_rng(0)
     plain = np.array([i for i in range(len(tokenizer)) if i not in tokenizer.added_tokens_decoder])

@@ -75,8 +75,8 @@ def _generate(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
     from transformers import GenerationConfig, LogitsProcessorList
 
     model, inputs = _model(work, folder), _inputs(work)
-    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=work.completion, eos_token_id=0, pad_token_id=1)
-    schedule = LogitsProcessorList([Schedule(work.schedule(), work.prompt)])
+    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=work.completion, eos_token_id=work.eos, pad_token_id=1)
+    schedule = LogitsProcessorList([Schedule(work.schedule(), work.prompt, work.eos)])
 
     @torch.no_grad()
     def run() -> dict[str, float]:
