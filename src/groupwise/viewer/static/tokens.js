@@ -88,7 +88,8 @@ const QUANTITIES = [
     signed: true,
     share: true,
     says:
-      "What the replayed update pushes, by the ratios of the step's last pass (first, if the loss reads entropies): minus the loss's gradient by each log-prob, " +
+      "What the replayed update pushes, by the ratios of the step's last pass (first, if the loss reads entropies): " +
+      "minus the loss's gradient by each log-prob, " +
       "as a share of the group's sum, KL included.",
   },
   {

@@ -415,9 +415,11 @@ async function showReplay(place, tokens, group, context, still) {
       ? h("p", { class: "bad", text: found.without })
       : h("p", {
           class: "hint",
-          text: here.set
-            ? `Loss of the ${found.pass} pass ${fmt(found.loss[0])} recorded, ${fmt(found.loss[1])} changed. Tokens of the step: ${moved}.`
-            : `Loss of the ${found.pass} pass ${fmt(found.loss[0])}. Key 8 shows each token's push by the closed form, and key 6 its size.`,
+          text:
+            `Loss of the ${found.pass} pass ${fmt(found.loss[0])}` +
+            (here.set
+              ? ` recorded, ${fmt(found.loss[1])} changed. Tokens of the step: ${moved}.`
+              : ". Key 8 shows each token's push by the closed form, and key 6 its size."),
         }),
   );
   if (!found.scales.replay) return;
