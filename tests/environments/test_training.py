@@ -220,7 +220,9 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
     assert chat(str(tmp_path / "game"), max_new_tokens=8, environment=tool) == 0
     assert "a conversation; at most 8 tokens; an empty line ends it" in " ".join(capsys.readouterr().out.split())
     with ExitStack() as ends:
-        answered = Answered.of(replace(gw.load_policy(tmp_path / "game"), system="1+2"), None, tool, 8, ends)
+        policy = gw.load_policy(tmp_path / "game")
+        policy = replace(policy, data=replace(policy.data, system="1+2"))
+        answered = Answered.of(policy, None, tool, 8, ends)
         assert answered is not None
         rollout = answered.turn([{"role": "user", "content": "3"}], 1.0, 0)
     assert rollout.prompt.text.index("1+2") < rollout.prompt.text.index("3<")

@@ -441,7 +441,7 @@ def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(
     expected = replay(trained, 2, ["objective=dr_grpo", "group.surrogate.high=0.3"], model=False)
     assert expected.changed is not None
     for answer, outcome in ((plain, expected.again), (changed, expected.changed)):
-        columns = [-column for column in outcome.column("gradient", last=True)[place]]
+        columns = [-column for column in outcome.column("gradient")[place]]
         total = sum(np.abs(column).sum() for column in columns)
         assert total > 0
         for completion, column in zip(answer["completions"], columns, strict=True):
