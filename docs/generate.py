@@ -353,8 +353,8 @@ The proof does not cover:
   {across};
 - a soft cap that no score reaches;
 - rounding in bfloat16 that is a few times coarser than the model's own: a test compares it for every family;
-- on a CPU, in a large model, differences that appear only with many rows, long texts, a prompt of one token, in deep blocks,
-  or in the head's gradient;
+- above 30,000,000 parameters, differences in the gradient of the embedding or the head alone;
+- on a CPU, in a large model, differences that appear only with many rows, long texts, a prompt of one token, or in deep blocks;
 - in a reward model run one by one, scores of tokens that depend on later tokens;
 - engines in other processes (vLLM), whose log-probs are compared in every step.
 
