@@ -27,13 +27,12 @@ from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.api.explain import render, work
 from groupwise.cli.commands import COMMANDS, parsers
 from groupwise.config.schema import reference
-from groupwise.config.settings import GroupSettings
+from groupwise.config.settings import REWARDS, GroupSettings
 from groupwise.config.trl import FATES, STEPS, TABLE
 from groupwise.models.shape import Shape
 from groupwise.proof.passes import MANY
 from groupwise.proof.texts import ACROSS, FULL, LARGE
-from groupwise.rewards.model import model_reward
-from groupwise.rewards.registry import BUILTINS, MODEL
+from groupwise.rewards.registry import builtin_function
 from groupwise.runs.plan import Load, prepared_weights, process_memory
 from groupwise.training.metric_table import FLAGGED, METRICS
 
@@ -233,7 +232,8 @@ def trl_table() -> str:
 def rewards_table() -> str:
     """The built-in reward functions."""
     lines = ["| name | arguments | reward |", "|---|---|---|"]
-    for name, function in {**BUILTINS, MODEL: model_reward}.items():
+    for name in REWARDS:
+        function = builtin_function(name)
         keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         given = ", ".join(f"`{p.name}`" if p.default is p.empty else f"`{p.name}={p.default!r}`" for p in keywords)
         lines.append(f"| `{name}` | {cell(given)} | {cell(first_paragraph(function))} |")

@@ -1,14 +1,19 @@
-"""A loss, credit, reward, engine, task, environment and command of one's own, from a package that lies outside of the tree."""
+"""A loss, credit, reward, engine, task, environment and command of one's own, from a package that lies outside of the tree.
+Built-in ones in a copy of the tree, each by one file."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import groupwise
 from groupwise.config.recipes import make_recipe
 from groupwise.errors import ConfigError
 from groupwise.records import Finish
@@ -188,3 +193,95 @@ def test_an_extension_that_does_not_fit_is_refused_with_its_key(change: dict, sa
     recipe = make_recipe(keys(outside) | named)
     with pytest.raises(ConfigError, match=said):
         list(train(recipe))
+
+
+ONE_FILE_EACH = {
+    "rewards/brevity.py": '''
+from groupwise.utils.built_in import built_in
+
+
+@built_in("brevity")
+def brevity(completions, *, most: int = 9):
+    """Shorter is better."""
+    return [-len(text) / most for text in completions]
+''',
+    "data/tasks/echo.py": '''
+from dataclasses import dataclass
+
+from groupwise.utils.built_in import built_in
+
+
+@built_in("echo")
+@dataclass(frozen=True)
+class Echo:
+    """Digits that are to be said again."""
+
+    def prompts(self, n, seed):
+        return [{"prompt": f"{i}=", "answer": str(i)} for i in range(min(n, 9))]
+
+    def held_out(self, n):
+        return self.prompts(2, 0)
+
+    def demonstrations(self, n, seed):
+        return [row | {"completion": row["answer"]} for row in self.prompts(n, seed)]
+''',
+    "environments/mirror.py": '''
+from groupwise.utils.built_in import built_in
+
+
+@built_in("mirror", "looking_glass")
+class Mirror:
+    """Says what it was told."""
+
+    def reset(self, **row):
+        return None
+
+    def step(self, text):
+        return text, 1.0, True
+''',
+    "data/sources.py": """
+
+@built_in(".lines")
+def _read_lines(file: Path, name: str) -> SourceRows:
+    return SourceRows(name, [{"prompt": line} for line in file.read_text().splitlines()])
+""",
+}
+USED = """
+import sys
+from groupwise.config.recipes import make_recipe
+from groupwise.errors import ConfigError
+
+keys = {
+    "objective": "grpo", "steps": 1, "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 128}},
+    "data": {"task": "echo", "chat": True}, "rewards": [{"function": "brevity", "args": {"most": 5}}, "environment"],
+    "environment": {"factory": "looking_glass", "runs": "thread"}, "group": {"prompts_per_step": 2, "group_size": 2},
+    "rollout": {"max_new_tokens": 16}, "eval": {"at_start": False}, "save": {"every": 0},
+}
+recipe = make_recipe(keys)
+for wrong in ({"data": {"task": "ehco"}}, {"rewards": ["brevty"]}, {"environment": {"factory": "miror"}}):
+    try:
+        make_recipe(keys | wrong)
+    except ConfigError as error:
+        print(str(error).partition("did you mean ")[2].split("?")[0])
+assert not {"torch", "groupwise.rewards.brevity", "groupwise.data.tasks", "groupwise.environments"} & set(sys.modules)
+from groupwise.data.sources import read_rows
+print(len(read_rows("rows.lines")))
+from groupwise.runs.environments import make_runtime
+from groupwise.runs.run import train
+(group, *_) = [step for step in train(recipe) if step.number == 1][0].groups
+print(*group.names, *[kind.title for kind in make_runtime(recipe.environment).kinds.values()])
+"""
+
+
+def test_a_built_in_is_one_file(tmp_path: Path) -> None:
+    """A reward, a task, an environment and a file of rows: each is added to one file, and a recipe takes its name."""
+    tree = tmp_path / "tree" / "groupwise"
+    shutil.copytree(Path(groupwise.__file__).parent, tree)
+    for name, text in ONE_FILE_EACH.items():
+        with (tree / name).open("a") as file:
+            file.write(text)
+    (tmp_path / "rows.lines").write_text("1+1\n2+2\n")
+    environment = os.environ | {"PYTHONPATH": str(tree.parent)}
+    run = subprocess.run([sys.executable, "-c", USED], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["echo", "brevity", "mirror", "2", "brevity environment Mirror"], run.stdout + run.stderr

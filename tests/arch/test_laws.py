@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.utils.built_in import built_ins
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "groupwise"
 FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in sorted(SOURCE.rglob("*.py"))}
@@ -192,6 +194,23 @@ def test_the_command_and_the_configuration_need_no_torch() -> None:
     ask = "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", f"{code}; {ask}"], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_built_in_has_its_name_alone() -> None:
+    """And the mark reads it: of two with a name one would never be called, and one without a readable mark is unknown."""
+    for place in ("rewards", "data.tasks", "data.sources", "environments"):
+        marked = [
+            (argument.value, f"groupwise.{name}:{node.name}")
+            for name in FILES
+            if name == place or name.rpartition(".")[0] == place
+            for node in TREES[name].body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            for mark in node.decorator_list
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "built_in"
+            for argument in mark.args
+            if isinstance(argument, ast.Constant)
+        ]
+        assert marked == list(built_ins(place).items()), place
 
 
 def test_broad_excepts_say_why() -> None:

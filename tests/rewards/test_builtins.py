@@ -12,7 +12,7 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.accuracy import accuracy, check_gold, exact, number
 from groupwise.rewards.format import regex, tags, think_format
 from groupwise.rewards.length import cosine_length, repetition, soft_overlong
-from groupwise.rewards.registry import BUILTINS
+from groupwise.rewards.registry import builtin_function
 
 GSM8K = [
     "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\nShe makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18",
@@ -92,9 +92,10 @@ def test_regex_and_its_guards():
     ],
 )
 def test_bad_arguments_are_refused_without_completions(name, arguments, said):
-    empty = {key: [] for key in ("prompts", "completions", "completion_ids", "gold") if key in BUILTINS[name].__code__.co_varnames}
+    function = builtin_function(name)
+    empty = {key: [] for key in ("prompts", "completions", "completion_ids", "gold") if key in function.__code__.co_varnames}
     with pytest.raises(ConfigError, match=said):
-        BUILTINS[name](**empty, **arguments)
+        function(**empty, **arguments)
 
 
 def test_soft_overlong_is_the_formula():

@@ -31,7 +31,8 @@ STAGES = "Several runs in one file, in order: each entry overlays the keys above
 NAMES: dict[str, Collection[str]] = {
     "objective": settings.OBJECTIVES,
     "rewards.N.function": tuple(settings.REWARDS),
-    "data.task": settings.TASKS,
+    "data.task": tuple(settings.TASKS),
+    "environment.factory": tuple(settings.FACTORIES),
     **{f"group.{kind}": tuple(PARTS[kind]) for kind in ("credit", "ratio", "surrogate", "weights", "divergence")},
 }
 """Keys that take the name of something built in."""

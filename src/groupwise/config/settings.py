@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from groupwise.algorithms.losses import Correction
 from groupwise.algorithms.table import ALGORITHMS
+from groupwise.utils.built_in import built_ins
 
 Positive = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
@@ -40,36 +41,14 @@ def is_online(objective: str) -> bool:
     return objective in ALGORITHMS or ":" in objective
 
 
-REWARDS: Mapping[str, str] = {
-    "accuracy": "accuracy",
-    "exact": "accuracy",
-    "number": "accuracy",
-    "think_format": "format",
-    "tags": "format",
-    "soft_overlong": "length",
-    "cosine_length": "length",
-    "repetition": "length",
-    "regex": "format",
-    "environment": "environment",
-    "model": "model",
-}
-"""Built-in reward functions, each with the module of `groupwise.rewards` that holds it."""
-TASKS: Mapping[str, str] = {
-    "addition": "addition:Addition",
-    "sums": "addition:Sums",
-    "arithmetic": "arithmetic:Arithmetic",
-    "gsm8k_arithmetic": "gsm8k:Gsm8kArithmetic",
-    "preferences": "preferences:Preferences",
-    "calculator": "calculator:Calculator",
-    "guessing": "guessing:Guessing",
-    "chat_sums": "chat:ChatSums",
-    "chat_json": "chat:ChatJson",
-    "chat_words": "chat:ChatWords",
-}
-"""Built-in generated tasks, each with the module of `groupwise.data.tasks` and the class in it."""
-
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+REWARDS = built_ins("rewards")
+"""Built-in reward functions, each with its place."""
+TASKS = built_ins("data.tasks")
+"""Built-in generated tasks."""
+DATA_SUFFIXES = tuple(built_ins("data.sources"))
 """Endings of files of rows."""
+FACTORIES = built_ins("environments")
+"""Built-in environments."""
 
 BoardName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Where metrics may be sent, by the name of the package that does it, which is also the name of Groupwise's extra."""
@@ -220,7 +199,7 @@ class RewardSettings:
     null: a call of more than ten minutes, or 10 s per completion if that is more, ends the run."""
 
 
-VERDICTS = tuple(name for name, module in REWARDS.items() if module == "accuracy")
+VERDICTS = tuple(name for name, place in REWARDS.items() if place.startswith("groupwise.rewards.accuracy:"))
 """Built-in reward functions whose 1 says that a completion is right."""
 
 
@@ -316,9 +295,9 @@ class EnvironmentSettings:
     """Functions that the policy can call, plain or `async`: `file.py:function` or `module:function`, with type hints and a
     docstring that describes every parameter under `Args:`."""
     factory: str | Mapping[str, str] | None = None
-    """Makes an environment per episode: `file.py:Class` or `module:Class`, in TRL's form (`reset(**row)`, public methods as
-    tools, optional `get_reward()`) or with `reset` and `step(text) -> (observation, reward, done)`.  With a mapping of names to
-    classes the row's column `environment` selects one."""
+    """Makes an environment per episode: a built-in one, `file.py:Class` or `module:Class`, in TRL's form (`reset(**row)`, public
+    methods as tools, optional `get_reward()`) or with `reset` and `step(text) -> (observation, reward, done)`.  With a mapping of
+    names to classes the row's column `environment` selects one."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, or of the procedural data set."""
     interface: Literal["tools", "step"] | None = None
@@ -327,7 +306,8 @@ class EnvironmentSettings:
     reasoning_gym: str | None = None
     """Instead of `data` and `rewards`: a Reasoning Gym data set (`chain_sum`) with its scorer."""
     openenv: str | None = None
-    """Instead of a factory: the address of an OpenEnv server, `ws://host:port`; `args` may name `field` and `seconds`."""
+    """Instead of `factory: openenv` with `args: {url: ...}`: the address of an OpenEnv server, `ws://host:port`; `args` may name
+    `field` and `seconds`."""
     harness: str | Annotated[tuple[str, ...], MinLen(1)] | None = None
     """Runs an episode with the run's endpoint: a function of `base_url` and `row` that returns the reward (`file.py:function` or
     `module:function`), a program with its arguments, or `outside`: processes that fetch episodes."""
@@ -355,15 +335,27 @@ class EnvironmentSettings:
     """Tools and environments run in a worker `process`, which can be killed, or in a `thread` of the trainer, which is faster to
     call. null: `process` for names, `thread` for objects."""
 
+    def named(self, keys: Sequence[str]) -> list[str]:
+        """Those of these keys that a recipe sets."""
+        return [key for key in keys if getattr(self, key) not in (None, ())]
+
     @property
     def talks(self) -> bool:
         """True if tools or an environment answer the policy's turns, called by Groupwise."""
-        return bool(self.tools) or self.factory is not None or self.openenv is not None
+        return bool(self.named(ANSWERING))
 
     @property
     def asks(self) -> bool:
         """True if a harness asks for the policy's turns."""
-        return self.harness is not None or self.verifiers is not None
+        return bool(self.named(ASKING))
+
+
+ANSWERING = ("tools", "factory", "openenv")
+"""Keys of `environment` that name what Groupwise calls with the policy's turns."""
+ASKING = ("harness", "verifiers")
+"""Keys of `environment` that name what asks for the policy's turns."""
+OWNERS = ("factory", "reasoning_gym", "openenv", *ASKING)
+"""Keys of `environment` that name what takes `args` and gives rewards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,10 +23,14 @@ from groupwise.config.live_objects import LIVE
 from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
 from groupwise.config.schema import lookup, show
 from groupwise.config.settings import (
+    ANSWERING,
+    ASKING,
     DATA_SUFFIXES,
     DATASET,
     ENGINES,
+    FACTORIES,
     OBJECTIVES,
+    OWNERS,
     REWARDS,
     TASKS,
     CriticSettings,
@@ -328,8 +332,7 @@ def _wrong_template(template: str, *, constant: bool = False) -> str | None:
 
 def _scored(recipe: Recipe) -> bool:
     """True if completions have a reward: of a function, or perhaps of what answers the policy."""
-    environment = recipe.environment
-    return bool(recipe.rewards or environment.asks or environment.factory or environment.reasoning_gym or environment.openenv)
+    return bool(recipe.rewards or recipe.environment.named(OWNERS))
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
@@ -384,11 +387,11 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.factory names no environment: write {{name: file.py:Class}}"
     for name, spec in factory.items() if isinstance(factory, Mapping) else [("", factory)] if factory else []:
         key = f"{at}.factory.{name}" if name else f"{at}.factory"
-        if wrong := _wrong_name(spec, "Class"):
-            yield (key,), f"{key}: {wrong}"
+        if spec not in FACTORIES and (wrong := _wrong_name(spec, "Class")):
+            yield (key,), f"{key}: {wrong}{closest(spec, FACTORIES)}"
     if environment.talks and recipe.objective in DATASET and recipe.objective != "sft":
         yield f"{at}: {recipe.objective!r} samples no conversations and shows no tools: leave it out of this stage"
-    bringing = [f"{at}.{name}" for name in ("tools", "factory", "openenv", "harness", "verifiers") if getattr(environment, name)]
+    bringing = [f"{at}.{name}" for name in environment.named((*ANSWERING, *ASKING))]
     if len(bringing) > 1 and bringing != [f"{at}.tools", f"{at}.factory"]:
         yield f"{' and '.join(bringing)}: who answers the policy is one of them"
     if environment.asks and not is_online(recipe.objective):
@@ -406,9 +409,8 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.reasoning_gym has prompts and a scorer, and no completions for {recipe.objective!r} to learn from"
     if environment.interface is not None and factory is None:
         yield f"{at}.interface belongs to {at}.factory, which is not set"
-    owners = ("factory", "reasoning_gym", "openenv", "harness", "verifiers")
-    if environment.args and not any(getattr(environment, name) for name in owners):
-        yield f"{at}.args are those of {', '.join(owners)}, and none is set"
+    if environment.args and not environment.named(OWNERS):
+        yield f"{at}.args are those of {', '.join(OWNERS)}, and none is set"
     if environment.args and factory is not None and environment.reasoning_gym is not None:
         yield f"{at}.args: say whose they are: leave {at}.factory or {at}.reasoning_gym out"
     if environment.past == "split" and not (environment.talks or environment.asks):

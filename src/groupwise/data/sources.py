@@ -18,6 +18,7 @@ from uuid import UUID
 from groupwise.config.live_objects import LIVE, Live, missing, short_digest
 from groupwise.config.validation import ROW, wrong_rows
 from groupwise.errors import DataError
+from groupwise.utils.built_in import built_in, find_built_in
 from groupwise.utils.files import digest, expanded
 from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import escaped, half_character
@@ -259,7 +260,7 @@ def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> Sour
         return _read_hub(path, split)
     if file.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes)")
-    rows = READERS[file.suffix.lower()](file, path)
+    rows = find_built_in("data.sources", file.suffix.lower())(file, path)
     if rows.left_out and not lenient:
         raise DataError(rows.left_out[0].where)
     if not rows:
@@ -341,6 +342,7 @@ def kind_of(value: object) -> str:
     return f"{named}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
+@built_in(".jsonl", ".ndjson")
 def _read_jsonl(file: Path, name: str) -> SourceRows:
     rows, lines, left_out = [], [], []
     with file.open("rb") as stream:
@@ -421,6 +423,7 @@ _HALF = re.compile(r"\\u[dD]")
 """In JSON: what may be half of a character."""
 
 
+@built_in(".json")
 def _read_json(file: Path, name: str) -> SourceRows:
     try:
         text = _decode(file.read_bytes())
@@ -446,6 +449,7 @@ def _read_json(file: Path, name: str) -> SourceRows:
     return SourceRows(name, whole, numbers, left_out=tuple(left_out))
 
 
+@built_in(".parquet")
 def _read_parquet(file: Path, name: str) -> SourceRows:
     import pyarrow
     import pyarrow.parquet
@@ -459,15 +463,6 @@ def _read_parquet(file: Path, name: str) -> SourceRows:
         with file.open("rb") as stream:
             start = stream.read(8)
         raise DataError(f"{name}: not a readable Parquet file (begins with {start!r}): {str(error).splitlines()[0]}") from None
-
-
-READERS: Mapping[str, Callable[[Path, str], SourceRows]] = {
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}
-"""By suffix: (file, its name in messages) -> its rows.  `config.settings.DATA_SUFFIXES` lists the suffixes."""
 
 
 def fingerprint(path: str, split: str = "train") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from groupwise.errors import ConfigError, EnvironmentFailure
+from groupwise.utils.built_in import built_in
 
 LARGEST = 16 << 20
 """Bytes of one message."""
@@ -25,6 +26,7 @@ POLICYS = ("INVALID_JSON", "VALIDATION_ERROR", "EXECUTION_ERROR")
 FULL = "CAPACITY_REACHED"
 
 
+@built_in("openenv")
 class OpenEnv:
     """One session, in the form of an environment with `reset` and `step`.
 

@@ -10,6 +10,7 @@ from typing import Any
 from groupwise.rewards.answers import after_thinking, alike, final_number, find_answer, find_gold, last_number, tidy
 from groupwise.rewards.math_checker import shared_checker
 from groupwise.rewards.verdicts import is_words, restated
+from groupwise.utils.built_in import built_in
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -21,6 +22,7 @@ _warned = set[str]()
 """Gold answers that could not be read and were warned about."""
 
 
+@built_in("accuracy")
 def accuracy(
     completions: Sequence[str],
     gold: Sequence[Any],
@@ -56,6 +58,7 @@ def accuracy(
     return verdicts
 
 
+@built_in("exact")
 def exact(
     completions: Sequence[str], gold: Sequence[Any], finish_reasons: Sequence[str] | None = None, *, ignore_case: bool = False
 ) -> list[float | None]:
@@ -81,6 +84,7 @@ def exact(
     return rewards
 
 
+@built_in("number")
 def number(completions: Sequence[str], gold: Sequence[Any], finish_reasons: Sequence[str] | None = None) -> list[float | None]:
     """1.0 if the completion's last number is the gold answer's, else 0.0.  None if the gold answer has no number.
 

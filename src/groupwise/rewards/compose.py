@@ -93,7 +93,7 @@ def build_rewards(
 
     verdict: the name of the reward that is 1 for right completions; None: by `settings.verdict_of`.
 
-    A function is a built-in (`registry.BUILTINS`), `module:function` or `path/to/file.py:function`, with TRL's signature
+    A function is a built-in (`registry`), `module:function` or `path/to/file.py:function`, with TRL's signature
     `f(prompts, completions, **columns) -> list[float | None]` or `f(completion, answer) -> float | None`, plain or `async`.
     A function that is given itself, and not by name, is a `LiveReward`.
 

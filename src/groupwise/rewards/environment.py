@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupwise.utils.built_in import built_in
+
 
 class EnvironmentState:
     """Stands for an environment that lived elsewhere and has been closed: its public attributes can be read as they were then.
@@ -37,6 +39,7 @@ class EnvironmentState:
         return f"EnvironmentState({self._name!r})"
 
 
+@built_in("environment")
 def environment(completions: Sequence[str], environment_rewards: Sequence[float | None]) -> list[float | None]:
     """The environment's reward of the episode: `get_reward()`, or the sum of the rewards of `step`; None if there is none.
 

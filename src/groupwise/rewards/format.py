@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import regex as regular
 
 from groupwise.errors import ConfigError, RewardError
+from groupwise.utils.built_in import built_in
 
 LONGEST_TEXT = 50_000
 """Characters of a completion that `regex` reads."""
@@ -19,6 +20,7 @@ def opened(prompt: str, tag: str = "think") -> bool:
     return prompt.rstrip().endswith(f"<{tag}>")
 
 
+@built_in("think_format")
 def think_format(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """1.0 if the completion starts with `<think>`, closes it, and opens no second one, else 0.0 (DeepSeek-R1's format reward,
     2501.12948; equal to TRL's `think_format_reward` if the prompt does not open the block).
@@ -35,6 +37,7 @@ def think_format(prompts: Sequence[str], completions: Sequence[str]) -> list[flo
     return rewards
 
 
+@built_in("tags")
 def tags(prompts: Sequence[str], completions: Sequence[str], *, tags: Sequence[str] = ("think", "answer")) -> list[float]:
     """Share of the marks `<tag>` and `</tag>` of all tags that appear exactly once (Open-R1's `tag_count_reward`).
 
@@ -54,6 +57,7 @@ def tags(prompts: Sequence[str], completions: Sequence[str], *, tags: Sequence[s
     return rewards
 
 
+@built_in("regex")
 def regex(completions: Sequence[str], *, pattern: str, mode: str = "search", flags: str = "") -> list[float]:
     """1.0 if the regular expression is found in the completion (`mode: search`) or covers all of it (`mode: fullmatch`), else 0.0.
 

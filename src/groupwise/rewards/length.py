@@ -8,8 +8,10 @@ from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.rewards.accuracy import accuracy
+from groupwise.utils.built_in import built_in
 
 
+@built_in("soft_overlong")
 def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_tokens: int, cache: int) -> list[float]:
     """For n tokens: 0 up to L - c, `((L - c) - n) / c` from there to L, -1 above (L `max_tokens`, c `cache`; DAPO 2503.14476,
     eq. 13).
@@ -24,6 +26,7 @@ def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_tokens: int, c
     return [min(0.0, max(-1.0, (max_tokens - cache - len(ids)) / cache)) for ids in completion_ids]
 
 
+@built_in("cosine_length")
 def cosine_length(
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
@@ -57,6 +60,7 @@ def cosine_length(
     return rewards
 
 
+@built_in("repetition")
 def repetition(completion_ids: Sequence[Sequence[int]], *, n: int = 3, penalty: float = -1.0) -> list[float]:
     """`(1 - unique n-grams / n-grams) penalty` over token ids; 0 for fewer than n tokens (2502.03373, appendix C.2).
 

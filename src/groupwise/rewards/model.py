@@ -15,6 +15,7 @@ import numpy as np
 
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.step_rewards import ProcessReward, Steps, segment_steps
+from groupwise.utils.built_in import built_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ POSITIONS = 16384
 """Packed positions that are scored at a time, unless a recipe says how many: nothing is kept of them for a backward pass."""
 
 
+@built_in("model")
 def model_reward(
     tokenizer: PreTrainedTokenizerBase | None,
     *,

@@ -1,4 +1,4 @@
-"""The built-in reward functions by name.  A new one is a pure function and one row of `settings.REWARDS`.
+"""The built-in reward functions by name.  A new one is a pure function with the mark `@built_in("NAME")`.
 
 Their parameters are looked up by name: `prompts` and `completions` (strings, the chat template applied), `prompt_ids`,
 `completion_ids`, `finish_reasons`, `environment_rewards`, `gold`, or any column of the data.  Keyword-only parameters are what a
@@ -9,16 +9,14 @@ a model is loaded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from importlib import import_module
-from types import MappingProxyType
+from collections.abc import Callable, Collection
 from typing import Any
 
 from groupwise.config.settings import REWARDS, RewardSettings
 from groupwise.errors import ConfigError
-from groupwise.rewards.model import model_reward
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.user_functions import NO_COLUMN, Reward, listed, read_signature
+from groupwise.utils.built_in import find_built_in
 from groupwise.utils.spelling import nearest
 
 GOLD_COLUMNS = ("answer", "solution")
@@ -26,10 +24,6 @@ GOLD_COLUMNS = ("answer", "solution")
 
 MODEL = "model"
 """The built-in that is made once from a recipe's `args` and the policy's tokenizer, and then called like anybody's function."""
-
-BUILTINS: Mapping[str, Callable[..., list[Any]]] = MappingProxyType(
-    {name: getattr(import_module(f"groupwise.rewards.{module}"), name) for name, module in REWARDS.items() if name != MODEL}
-)
 
 
 def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: Any = None) -> Reward:
@@ -62,6 +56,7 @@ def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: 
 
 
 def _model(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
+    model_reward = builtin_function(MODEL)
     known = [p.name for p in inspect.signature(model_reward).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for key in settings.args:
         if key not in known:
@@ -75,8 +70,8 @@ def _model(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[...,
 
 def builtin_function(name: str) -> Callable[..., Any]:
     """The function behind `accuracy`.  Raises ConfigError."""
-    if name in BUILTINS:
-        return BUILTINS[name]
+    if name in REWARDS:
+        return find_built_in("rewards", name)
     near = nearest(name, REWARDS)
     hint = f"did you mean {near!r}?" if near is not None else f"built-in: {', '.join(REWARDS)}; your own: module:function"
     raise ConfigError(f"there is no reward function {name!r}; {hint}")

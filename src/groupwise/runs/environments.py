@@ -12,7 +12,7 @@ from typing import Any
 
 from groupwise.config.live_objects import LIVE, Live, missing
 from groupwise.config.recipes import make_recipe
-from groupwise.config.settings import EnvironmentSettings, Recipe, RewardSettings
+from groupwise.config.settings import FACTORIES, EnvironmentSettings, Recipe, RewardSettings
 from groupwise.data.sources import live_rows
 from groupwise.data.templates import Template, Tools
 from groupwise.distributed import comm
@@ -30,8 +30,6 @@ from groupwise.records import Sampling
 from groupwise.runs.plan import Lines
 from groupwise.utils.imports import imported
 from groupwise.utils.secrets import TOKEN, redacted_command
-
-OPENENV = "groupwise.environments.openenv:OpenEnv"
 
 
 def with_environment_data(recipe: Recipe) -> Recipe:
@@ -72,8 +70,9 @@ def make_runtime(settings: EnvironmentSettings) -> ToolRuntime | None:
         return None
     factory, arguments = settings.factory, dict(settings.args)
     if settings.openenv is not None:
-        factory, arguments = OPENENV, {"url": settings.openenv, **arguments}
+        factory, arguments = "openenv", {"url": settings.openenv, **arguments}
     factories = factory if isinstance(factory, Mapping) else {"": factory} if factory else {}
+    factories = {name: FACTORIES.get(spec, spec) for name, spec in factories.items()}
     named = {f"tools.{place}": tool for place, tool in enumerate(settings.tools)}
     named |= {f"factory.{name}".rstrip("."): spec for name, spec in factories.items()}
     objects: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from websockets.sync.server import serve
 
 from groupwise.environments.openenv import OpenEnv
 from groupwise.errors import ConfigError, EnvironmentFailure
+from groupwise.runs.environments import environment_of, make_runtime
 
 
 class Server:
@@ -65,6 +66,15 @@ def server():
     made = Server()
     yield made
     made.server.shutdown()
+
+
+@pytest.mark.parametrize("keys", [{"openenv": "URL"}, {"factory": "openenv", "args": {"url": "URL"}}])
+def test_a_recipe_names_it_by_its_key_or_as_a_factory(server, keys):
+    settings = environment_of(json.loads(json.dumps(keys | {"runs": "thread"}).replace("URL", server.url)))
+    runtime = make_runtime(settings)
+    (kind,) = runtime.kinds.values()
+    runtime.close()
+    assert (kind.title, kind.steps, kind.rewarded) == ("OpenEnv", True, True)
 
 
 def test_an_episode(server):

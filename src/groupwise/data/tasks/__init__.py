@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
-from groupwise.config import settings
+from groupwise.config.settings import TASKS
 from groupwise.data.tasks.base import Task, check_arguments
 from groupwise.errors import ConfigError
+from groupwise.utils.built_in import find_built_in
 from groupwise.utils.imports import imported, own_code
 from groupwise.utils.spelling import nearest
 
 
-def _built_in(place: str) -> type[Task]:
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"groupwise.data.tasks.{module}"), name)
-
-
-TASKS: Mapping[str, type[Task]] = {name: _built_in(place) for name, place in settings.TASKS.items()}
-"""The built-in tasks by name: the rows of `settings.TASKS`."""
+def task_class(name: str) -> type[Task]:
+    """A built-in task."""
+    return find_built_in("data.tasks", name)
 
 
 def breakdown_of(name: str | None) -> tuple[str, ...]:
@@ -29,7 +25,7 @@ def breakdown_of(name: str | None) -> tuple[str, ...]:
     >>> breakdown_of("arithmetic"), breakdown_of("addition"), breakdown_of(None)
     (('operator',), (), ())
     """
-    return getattr(TASKS.get(name or ""), "breakdown", ())
+    return getattr(task_class(name), "breakdown", ()) if name in TASKS else ()
 
 
 def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
@@ -45,7 +41,7 @@ def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
         hint = "" if near is None else f" (did you mean {near}?)"
         raise ConfigError(f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}, or module:NAME for one of your own")
     arguments = dict(arguments or {})
-    task = TASKS[name] if name in TASKS else imported("data.task", name, callable_only=True)
+    task = task_class(name) if name in TASKS else imported("data.task", name, callable_only=True)
     known = inspect.signature(task).parameters
     for key in arguments:
         if key not in known:

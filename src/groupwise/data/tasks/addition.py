@@ -13,8 +13,10 @@ from typing import ClassVar
 
 from groupwise.data.tasks.base import Generated, Row
 from groupwise.data.tasks.scratchpads import add, taught
+from groupwise.utils.built_in import built_in
 
 
+@built_in("addition")
 @dataclass(frozen=True, kw_only=True)
 class Addition(Generated):
     r"""`a+b` with two numbers of `digits` digits.
@@ -57,6 +59,7 @@ class Addition(Generated):
         return taught(row, rng, blurt=self.blurt, slip=self.slip)
 
 
+@built_in("sums")
 @dataclass(frozen=True, kw_only=True)
 class Sums(Generated):
     r"""`a+b+c...`: `terms` numbers of at most `digits` digits, added one after the other.

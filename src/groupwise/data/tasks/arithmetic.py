@@ -9,10 +9,12 @@ from typing import ClassVar
 from groupwise.data.tasks.base import Generated, Row
 from groupwise.data.tasks.expressions import decimal, evaluate, operator_of, parse
 from groupwise.data.tasks.scratchpads import taught
+from groupwise.utils.built_in import built_in
 
 OPERATORS = ("+", "-", "*", "/")
 
 
+@built_in("arithmetic")
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(Generated):
     r"""`48/2`, `3.5*12`, `(12+9)*4`: completions are school methods, by demonstrators as careless as those of `addition`.

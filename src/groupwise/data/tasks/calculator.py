@@ -10,8 +10,10 @@ from typing import ClassVar
 
 from groupwise.data.tasks.base import Generated, Row
 from groupwise.data.tasks.expressions import decimal, evaluate, parse
+from groupwise.utils.built_in import built_in
 
 
+@built_in("calculator")
 @dataclass(frozen=True, kw_only=True)
 class Calculator(Generated):
     r"""`a*b` with numbers of `digits` digits, perhaps with a third number added.

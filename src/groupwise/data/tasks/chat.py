@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from groupwise.data.tasks.base import Generated, Row, text_of
+from groupwise.utils.built_in import built_in
 
 NAMES, CITIES, WORDS = (
     text.split()
@@ -35,6 +36,7 @@ class _Spoken(Generated):
         return str(row["answer"])
 
 
+@built_in("chat_sums")
 @dataclass(frozen=True, kw_only=True)
 class ChatSums(_Spoken):
     """`What is 17 + 25?`, with numbers of `digits` digits.  The reward is `groupwise.data.tasks.chat:same_number`.
@@ -54,6 +56,7 @@ class ChatSums(_Spoken):
         return {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
 
 
+@built_in("chat_json")
 @dataclass(frozen=True, kw_only=True)
 class ChatJson(_Spoken):
     """A sentence about a person, to be given as JSON.  The reward is `groupwise.data.tasks.chat:same_object`."""
@@ -66,6 +69,7 @@ class ChatJson(_Spoken):
         return {"prompt": prompt, "answer": json.dumps(person)}
 
 
+@built_in("chat_words")
 @dataclass(frozen=True, kw_only=True)
 class ChatWords(_Spoken):
     """Which of `count` words comes first in the alphabet.  The reward is `groupwise.data.tasks.chat:same_word`."""

@@ -23,12 +23,14 @@ from groupwise.data.tasks.base import Row
 from groupwise.data.tasks.expressions import decimal, operator_of
 from groupwise.data.tasks.scratchpads import taught
 from groupwise.errors import ConfigError, DataError
+from groupwise.utils.built_in import built_in
 
 HUB = "openai/gsm8k:main"
 
 _ANNOTATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 
 
+@built_in("gsm8k_arithmetic")
 @dataclass(frozen=True, kw_only=True)
 class Gsm8kArithmetic:
     """Prompts are expressions (`48/2`), completions are school methods, by demonstrators as careless as those of `addition`.

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from groupwise.data.tasks.base import Row
+from groupwise.utils.built_in import built_in
 
 HIGHER, LOWER, RIGHT = "higher", "lower", "right"
 """What a guess is told (`environments/playground.py`)."""
 
 
+@built_in("guessing")
 @dataclass(frozen=True, kw_only=True)
 class Guessing:
     """Guess a number from 0 to `highest`; rows carry it as `secret`, and the prompt is always the same.

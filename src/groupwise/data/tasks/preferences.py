@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from groupwise.data.tasks.base import Paired, Row, text_of
+from groupwise.utils.built_in import built_in
 
 FRIENDLY = (
     "Gladly.",
@@ -70,6 +71,7 @@ COLOURS = {
 NAMES = ("Anna", "Bert", "Clara", "David", "Emma", "Frank", "Greta", "Hugo", "Ida", "Jonas", "Klara", "Leo")
 
 
+@built_in("preferences")
 @dataclass(frozen=True, kw_only=True)
 class Preferences(Paired):
     """Short questions with the columns of instruction-tuning files: instruction, input, output, chosen, rejected.
