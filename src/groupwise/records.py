@@ -92,6 +92,11 @@ class Prompt:
     cut: int = 0
     """Tokens that were cut from its beginning (`data.too_long: truncate_left`)."""
 
+    @property
+    def place(self) -> str:
+        """For messages: `row 7 (epoch 0)`, `held-out row 7`; all count from 0."""
+        return row_of(self.id)
+
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1 and self.tokens.size >= 1, f"prompt {self.id} has no tokens"
         assert self.tokens.dtype == np.int64, f"prompt tokens must be int64, got {self.tokens.dtype}"
@@ -276,10 +281,15 @@ def place_of(prompt: str, index: int) -> str:
     >>> place_of("0/7", 3), place_of("eval/7", 3), place_of("sum", 3)
     ('3 of row 7 (epoch 0)', '3 of held-out row 7', '3 of prompt sum')
     """
+    return f"{index} of {row_of(prompt)}"
+
+
+def row_of(prompt: str) -> str:
+    """Which row it is, by the id of its prompt (`Prompt.place`)."""
     visit, _, row = prompt.rpartition("/")
     if not row.isdecimal():
-        return f"{index} of prompt {prompt}"
-    return f"{index} of held-out row {row}" if visit == "eval" else f"{index} of row {row}" + (f" (epoch {visit})" if visit else "")
+        return f"prompt {prompt}"
+    return f"held-out row {row}" if visit == "eval" else f"row {row}" + (f" (epoch {visit})" if visit else "")
 
 
 TIE = 2.0**-22
@@ -331,7 +341,7 @@ class Scored:
         """One line: the completions are not printed."""
         known = [column[~np.isnan(column)] for column in self.rewards.T]
         means = ", ".join(f"{name} {np.mean(values):.4g}" for name, values in zip(self.names, known, strict=True) if values.size)
-        return f"Scored({len(self.rollouts)} completions of prompt {self.prompt.id}; mean rewards: {means or 'none'})"
+        return f"Scored({len(self.rollouts)} completions of {self.prompt.place}; mean rewards: {means or 'none'})"
 
     def __post_init__(self) -> None:
         size = len(self.rollouts)

@@ -110,10 +110,10 @@ def resolved(tmp_path, monkeypatch) -> Callable[..., Algorithm]:
 GIVES = [
     ("[g.reward - g.reward.mean() for g in groups]", None),
     ("[[torch.ones(len(r)) for r in g.rollouts] for g in groups]", None),
-    ("None", "the credit 'f' (my_parts.py:2) gave None, expected, for each of the 1 groups, .* is there a return?"),
-    ("np.zeros(7)", "the credit 'f' (my_parts.py:2) gave 7 entries for 1 groups"),
+    ("None", "the credit 'f' (my_parts.py:2) gave None, expected, for each group, .* is there a return?"),
+    ("np.zeros(7)", "the credit 'f' (my_parts.py:2) gave 7 values for 1 group,"),
     ("3.0", "the credit 'f' (my_parts.py:2) gave float 3.0, expected"),
-    ("[[1.0]]", "the credit 'f' (my_parts.py:2) gave 1 entries for 2 completions of prompt p"),
+    ("[[1.0]]", "the credit 'f' (my_parts.py:2) gave 1 value for 2 completions of prompt p"),
     ("[[np.zeros(5), 1.0]]", r"the credit 'f' (my_parts.py:2) gave an array of shape (5,) for completion 0 of prompt p (2 tokens)"),
     ("[['much', 1.0]]", "the credit 'f' (my_parts.py:2) gave str much for completion 0 of prompt p (2 tokens)"),
     ("[[1.0, float('nan')]]", "the credit 'f' (my_parts.py:2) gave nan for completion 1 of prompt p (2 tokens), whose reward is 0"),
@@ -133,6 +133,14 @@ def test_what_a_credit_of_ones_own_gives_is_checked(gives: str, message: str | N
     with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")) as refused:
         algorithm.advantages([group])
     assert refused.value.key == "group.credit"
+
+
+def test_a_group_of_a_run_is_named_by_its_row(resolved: Callable, scored) -> None:
+    algorithm = resolved("def f(groups):\n    return [[1.0] for g in groups]\n", credit="my_parts.py:f")
+    group = scored([1.0, 0.0])
+    rollouts = tuple(replace(one, prompt=replace(one.prompt, id="0/72")) for one in group.rollouts)
+    with pytest.raises(ConfigError, match=r"gave 1 value for 2 completions of row 72 \(epoch 0\), expected"):
+        algorithm.advantages([replace(group, rollouts=rollouts)])
 
 
 def test_a_completion_without_a_reward_may_have_no_advantage(resolved: Callable, scored) -> None:

@@ -161,7 +161,7 @@ def test_a_recorded_group_is_explained_as_it_was(preset: str, tmp_path: Path) ->
         training = gw.train(**settings | {"name": f"run{length}", "rollout": {"max_new_tokens": length}})
         (step,) = [step for step in training if step.number]
         says, example = work_of_run(str(training.folder))
-        place = next(i for i, group in enumerate(step.groups) if f", group {group.prompt.id} of step 1" in says)
+        place = next(i for i, group in enumerate(step.groups) if f", the group of {group.prompt.place} in step 1" in says)
         if length == 4:
             assert "As recorded: rewards, log-probs" in says and "advantages" in says
             for mine, theirs in zip(example.advantages, step.advantages[place], strict=True):

@@ -212,6 +212,7 @@ def test_what_cannot_be_carried_over_is_said() -> None:
                      "logging_steps": "unneeded", "lerning_rate": None}  # fmt: skip
     assert "did you mean learning_rate?" in imported.render()
     assert [one.partition(":")[0] for one in imported.needed] == ["model.path", "data.path", "steps", "rewards"]
+    assert any("num_train_epochs (3) x rows of the data / " in one for one in imported.needed)
     assert read("num_generations: 8\nrepetition_penalty: 1.0\nload_in_4bit: false\n").by_fate().keys() == {
         "carried over",
         "not needed",

@@ -56,7 +56,7 @@ def test_truncation_keeps_a_leading_bos(word_tokenizer):
 def test_d5_prompt_and_completion_must_fit_into_the_context():
     assert prompt_limit(128, 28, None) == 100
     assert prompt_limit(128, 28, 60) == 60
-    with pytest.raises(DataError, match=r"max_new_tokens is 128 and the model's context is 128 tokens.*lower it below 128"):
+    with pytest.raises(DataError, match=r"is 128 and the model's context is 128 tokens.*lower it below 128 .*--max-new-tokens"):
         prompt_limit(128, 128, None)
     with pytest.raises(DataError, match=r"max_prompt_tokens \(101\) \+ max_new_tokens \(28\) exceed the model's context of 128"):
         prompt_limit(128, 28, 101)

@@ -32,6 +32,7 @@ from groupwise.records import Prompt, Sample, Sampling, Scored
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
+from groupwise.runs.job import make_job
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import train
 from groupwise.training.critics import Critic
@@ -196,7 +197,7 @@ def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list
     own = sample_of(groups[0].rollouts[2])
     by_hand = log_probs(other, np.concatenate([hints["0/0"], own.prompt]), own).detach().numpy()
     np.testing.assert_allclose(first.signals["teacher_logp"][2], by_hand[np.arange(5), own.completion], atol=1e-10)
-    with pytest.raises(ConfigError, match=r"teacher\.hint: with it prompt 0/0 and its longest completion have 117 tokens"):
+    with pytest.raises(ConfigError, match=r"teacher\.hint: with it row 0 \(epoch 0\) and its longest completion have 117 tokens"):
         Teacher(policy=other, hint=lambda prompt: np.arange(100)).with_hints(groups)
 
 
@@ -444,6 +445,14 @@ def test_a_teacher_with_other_tokens_is_refused_by_name(tmp_path: Path, write_re
         ConfigError, match=r"teacher\.path: .* has another vocabulary .* is \d+ to the policy and (\d+|unknown) to it"
     ):
         list(train(load_recipe(path)))
+
+
+@pytest.mark.slow
+def test_the_plan_says_whose_computation_is_proven(tmp_path: Path, write_recipe: Callable, larger: str) -> None:
+    job = make_job(load_recipe(write_recipe(tmp_path, "run", **(TREE | {"teacher": {"path": larger}}))))
+    job.close()
+    proven = [text.partition(":")[0] for label, text in job.plan if label == "proven"]
+    assert proven == ["policy LlamaForCausalLM", "teacher LlamaForCausalLM"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +19,7 @@ from groupwise.errors import ConfigError, StorageError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.saving import save
 from groupwise.utils import files
-from groupwise.utils.files import expanded
+from groupwise.utils.files import expanded, trouble
 
 
 @pytest.fixture
@@ -92,3 +95,14 @@ def test_a_folder_whose_modes_cannot_be_set_is_brought_to_the_disk(tmp_path: Pat
     (tmp_path / "config.json").chmod(0o644)
     monkeypatch.setattr(Path, "chmod", lambda *_: pytest.fail("the mode needs no change"))
     files.sync_tree(tmp_path)
+
+
+def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
+    """A system that makes its folders itself, like `/proc`, says that what is to be made is not there."""
+    (tmp_path / "made").mkdir()
+    run = tmp_path / "made" / "x" / "run"
+    there = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(tmp_path / "made" / "x"))
+    said = r"cannot write the run to .*run: .*/made takes no new files \(No such file or directory\): write elsewhere"
+    assert re.fullmatch(said, trouble(there, run, "the run"))
+    (tmp_path / "made").rmdir()
+    assert "the folder is gone" in trouble(there, run, "the run")

@@ -26,7 +26,7 @@ from annotated_types import Ge, Gt, Le
 
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.records import Scored
-from groupwise.utils.spelling import closest
+from groupwise.utils.spelling import closest, counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -291,15 +291,15 @@ def checked_advantages(credit: Callable[..., Any], output: Any, groups: Sequence
 
     A completion without a reward may have NaN, which is 0.  Raises ConfigError for all else.
     """
-    expected = f"expected, for each of the {len(groups)} groups, a number or an array for each completion"
+    expected = "expected, for each group, a number or an array for each completion"
     advantages = []
-    for group, row in zip(groups, _entries(credit, output, len(groups), "groups", expected), strict=True):
-        rows = _entries(credit, row, len(group.rollouts), f"completions of prompt {group.prompt.id}", expected)
+    for group, row in zip(groups, _entries(credit, output, len(groups), "group", "", expected), strict=True):
+        rows = _entries(credit, row, len(group.rollouts), "completion", f" of {group.prompt.place}", expected)
         advantages.append([_advantage(credit, value, group, i) for i, value in enumerate(rows)])
     return advantages
 
 
-def _entries(credit: Callable[..., Any], output: Any, count: int, what: str, expected: str) -> Any:
+def _entries(credit: Callable[..., Any], output: Any, count: int, what: str, where: str, expected: str) -> Any:
     if output is None:
         raise refused("credit", credit, f"gave None, {expected}: is there a return?")
     try:
@@ -307,7 +307,7 @@ def _entries(credit: Callable[..., Any], output: Any, count: int, what: str, exp
     except TypeError:
         raise refused("credit", credit, f"gave {_described(output)}, {expected}") from None
     if size != count:
-        raise refused("credit", credit, f"gave {size} entries for {count} {what}, {expected}")
+        raise refused("credit", credit, f"gave {counted(size, 'value')} for {counted(count, what)}{where}, {expected}")
     return output
 
 

@@ -179,7 +179,7 @@ def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
         return
     template = Template.build(data, policy.tokenizer)
     if job.prompts:
-        row, where = job.prompts[0].row, f"prompt {job.prompts[0].id} and an answer"
+        row, where = job.prompts[0].row, f"{job.prompts[0].place} and an answer"
     else:
         template, row, where = replace(template, format=None), QUESTION, "a question and an answer"
     if isinstance(template.content(row), str):
@@ -257,7 +257,7 @@ def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Itera
             yield Finding("tool", True, f"{name_of(schema)}({names}): {schema['function'].get('description') or 'no description'}")
         if not kind.resets:
             continue
-        prompt = next((one for one in prompts if world.runtime.kind_of(one.row, f"prompt {one.id}") == kind), None)
+        prompt = next((one for one in prompts if world.runtime.kind_of(one.row, one.place) == kind), None)
         if prompt is None:
             yield Finding("environment", None, f"{name}: no row asks for it")
             continue

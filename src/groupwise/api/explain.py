@@ -177,7 +177,8 @@ def work_of_run(
         rewards = [None if np.isnan(reward) else float(reward) for reward in chosen.reward[:SHOWN]]
         cut = f", its first {SHOWN} completions" if len(chosen.reward) > SHOWN else ""
         dead = "; all groups have equal rewards" if chosen.equal_rewards else ""
-        says += f", group {chosen.prompt.id} of step {recorded.number}{cut} (recorded are steps {steps[0]} to {steps[-1]}{dead})"
+        says += f", the group of {chosen.prompt.place} in step {recorded.number}{cut}"
+        says += f" (recorded are steps {steps[0]} to {steps[-1]}{dead})"
         if lengths is None and max(len(rollout) for rollout in chosen.rollouts[:SHOWN]) <= LONGEST:
             lengths = [len(rollout) for rollout in chosen.rollouts[:SHOWN]]
     example = work(

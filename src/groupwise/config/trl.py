@@ -379,7 +379,7 @@ def _length(trl: Configuration) -> None:
         trl.write("steps", trl.steps, "num_train_epochs", says=says)
     else:
         trl.note("num_train_epochs", "changed", "steps counts rollouts, and how many rows there are is not known here")
-        trl.need(f"steps: {epochs:g} epochs are {epochs:g} x rows of the data / {counted(trl.batch.prompts, 'prompt')}")
+        trl.need(f"steps: num_train_epochs ({epochs:g}) x rows of the data / {counted(trl.batch.prompts, 'prompt')}")
 
 
 def _warm_up(trl: Configuration) -> None:

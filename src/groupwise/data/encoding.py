@@ -357,7 +357,7 @@ def prompt_limit(context: int, max_new_tokens: int, max_prompt_tokens: int | Non
     if room <= 0:
         raise DataError(
             f"max_new_tokens is {max_new_tokens} and the model's context is {context} tokens: no room is left for a prompt; "
-            f"lower it below {context}"
+            f"lower it below {context} (in an evaluation: --max-new-tokens)"
         )
     if max_prompt_tokens is not None and max_prompt_tokens > room:
         raise DataError(

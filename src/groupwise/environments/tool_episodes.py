@@ -61,7 +61,7 @@ class ToolWorld:
     def begin(self, stream: Stream, *, seed: int) -> ToolEpisode:
         """The episode of one completion.  Raises DataError for a row that names no environment, or whose prompt is no chat."""
         prompt = stream.prompt
-        kind = self.runtime.kind_of(prompt.row, f"prompt {prompt.id}")
+        kind = self.runtime.kind_of(prompt.row, prompt.place)
         with self._lock:
             self._begun += 1
         return ToolEpisode(self, stream, kind, zlib.crc32(f"{seed}/{prompt.id}".encode()))

@@ -16,7 +16,7 @@ from groupwise.errors import Diverged, EngineError, MemoryExceeded, out_of_memor
 from groupwise.models import rope
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import gathered, whole_policy
-from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling
+from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, place_of
 
 
 class Engine(Protocol):
@@ -127,12 +127,12 @@ def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sa
     for prompt in prompts:
         if prompt.tokens.size >= policy.context:
             raise EngineError(
-                f"prompt {prompt.id} has {prompt.tokens.size} tokens, but the policy's context is {policy.context}: no room for a "
+                f"{prompt.place} has {prompt.tokens.size} tokens, but the policy's context is {policy.context}: no room for a "
                 "completion; filter or shorten the prompts"
             )
         if prompt.tokens.min() < 0 or prompt.tokens.max() >= policy.vocabulary:
             raise EngineError(
-                f"prompt {prompt.id} holds an id outside the vocabulary of {policy.vocabulary} tokens: "
+                f"{prompt.place} holds an id outside the vocabulary of {policy.vocabulary} tokens: "
                 f"{prompt.tokens.min()} .. {prompt.tokens.max()}; it was encoded with another tokenizer"
             )
         if prompt.id in names:
@@ -174,7 +174,7 @@ def make_rollout(
     behavior_logp = np.asarray(logp, dtype=np.float64 if "float64" in str(policy.dtype) else np.float32)
     if not np.isfinite(behavior_logp).all():
         raise Diverged(
-            f"the policy's logits for prompt {prompt.id} are not finite (completion {index}, token "
+            f"the policy's logits for completion {place_of(prompt.id, index)} are not finite (token "
             f"{int(np.argmin(np.isfinite(behavior_logp)))}): its weights have diverged; go back to an earlier checkpoint"
         )
     ids = np.array(tokens, dtype=np.int64)

@@ -127,7 +127,7 @@ class Conversations(Generic[One]):
         """Go on as the reply says; or why it is over."""
         if reply.finish is not None:
             return reply.finish
-        have, name = len(stream.tokens), f"the world's reply to completion {stream.index} of prompt {stream.prompt.id}"
+        have, name = len(stream.tokens), f"the world's reply to completion {stream.index} of {stream.prompt.place}"
         for ids in (reply.tokens, NOTHING if reply.context is None else reply.context):
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.policy.vocabulary:
                 raise EngineError(

@@ -330,16 +330,18 @@ def _proofs(prepared: Prepared, policy: Policy, critic: Critic | None, teacher: 
     assert prepared.prompts is not None
     longest, again = longest_of(recipe, prepared.prompts), recipe.model.gradient_checkpointing
     sampler = sampler_of(recipe.rollout, conversations=prepared.world is not None)
-    proofs = [prove(policy, longest=longest, sampler=sampler, recompute=again)]
+    proofs = [("policy", prove(policy, longest=longest, sampler=sampler, recompute=again))]
     if critic is not None and not critic.shared:
-        proofs.append(prove(critic.policy, longest=longest, recompute=again))
+        proofs.append(("critic", prove(critic.policy, longest=longest, recompute=again)))
     other = teacher is not None and recipe.teacher.path is not None
     if teacher is not None and other:
-        proofs.append(prove(teacher.policy, longest=longest, train=False))
+        proofs.append(("teacher", prove(teacher.policy, longest=longest, train=False)))
     if teacher is not None and mix:
-        both = [policy, teacher.policy] if other else [policy]
-        proofs += [prove(one, longest=longest, sampler=mixture(mix, recipe.rollout), train=False) for one in both]
-    return [proof.line for proof in proofs]
+        both = [("policy", policy), ("teacher", teacher.policy)] if other else [("policy", policy)]
+        mixed = mixture(mix, recipe.rollout)
+        proofs += [(whose, prove(one, longest=longest, sampler=mixed, train=False)) for whose, one in both]
+    lines = [(whose, *proof.line) for whose, proof in proofs]
+    return [(label, f"{whose} {text}" if len(lines) > 1 else text) for whose, label, text in lines]
 
 
 def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:

@@ -100,7 +100,7 @@ class Teacher:
             longest = hints[prompt.id].size + max(map(_longest, group.rollouts))
             if longest > self.policy.context:
                 raise ConfigError(
-                    f"teacher.hint: with it prompt {prompt.id} and its longest completion have {longest} tokens, more than the "
+                    f"teacher.hint: with it {prompt.place} and its longest completion have {longest} tokens, more than the "
                     f"teacher's context of {self.policy.context}: shorten it, or lower rollout.max_new_tokens"
                 )
         return replace(self, hints=hints)

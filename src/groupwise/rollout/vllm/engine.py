@@ -245,7 +245,7 @@ class VllmEngine:
         ids, context = stream.ids(), min(int(facts["context"]) for facts in self.servers.facts)
         if ids.size + stream.left > context:
             raise EngineError(
-                f"a server holds sequences of {context} tokens, but a turn of prompt {stream.prompt.id} may have {stream.left} "
+                f"a server holds sequences of {context} tokens, but a turn of {stream.prompt.place} may have {stream.left} "
                 f"behind {ids.size}: start it with -- --max-model-len {ids.size + stream.left}"
             )
         key = stream_keys(seed, f"{stream.prompt.id}/{stream.turn}", [stream.index])
@@ -354,7 +354,7 @@ class VllmEngine:
 
         Raises EngineError for an answer that cannot be what was asked for.
         """
-        where = f"{who}, prompt {prompt.id}"
+        where = f"{who}, {prompt.place}"
         try:
             choices = [Choice.read(choice) for choice in answer["choices"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
