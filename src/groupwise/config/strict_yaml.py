@@ -20,18 +20,17 @@ MOST_VALUES = 10_000
 """Values in one file after anchors are expanded: recipes have a hundred, a "billion laughs" file has 10^9."""
 
 TAG = "tag:yaml.org,2002:"
-_SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
-    "null": (r"~|null|Null|NULL|", "~nN", lambda _: None),
-    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
-    "int": (r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", "-+0123456789", lambda text: int(text, 0 if text[1:2] in "xo" else 10)),
+_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", lambda _: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "int": (r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", lambda text: int(text, 0 if text[1:2] in "xo" else 10)),
     "float": (
         r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        "-+0123456789.",
         lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
-    "str": (r"(?s).*", "", str),
+    "str": (r"(?s:.*)", str),
 }
-"""Kind -> how it is written, what it begins with, and its value."""
+"""Kind -> how it is written, and its value."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,8 +47,8 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
-for _name, (_pattern, _first, _) in list(_SCALARS.items())[:-1]:
-    _Loader.add_implicit_resolver(TAG + _name, re.compile(f"^(?:{_pattern})$"), [*_first, *([""] if _name == "null" else [])])
+for _name, (_pattern, _) in _SCALARS.items():
+    _Loader.add_implicit_resolver(TAG + _name, re.compile(f"^(?:{_pattern})$"), None)
 
 
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
@@ -197,7 +196,7 @@ def _value(
             return [inside(inner, place, inner.start_mark.line) for place, inner in enumerate(node.value)]
         case yaml.ScalarNode() if kind in _SCALARS and re.fullmatch(_SCALARS[kind][0], node.value):
             with contextlib.suppress(ValueError):  # thousands of digits
-                return _SCALARS[kind][2](node.value)
+                return _SCALARS[kind][1](node.value)
     if not isinstance(node, yaml.MappingNode) or kind != "map":
         refuse(node, f"the tag {node.tag} is not allowed")
     values: dict[str, Any] = {}
