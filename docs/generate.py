@@ -336,8 +336,8 @@ proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu 
 ```
 
 - scoring: log-probs, in streams of several prompts and completions, within 0.0002 nats;
-- training: the gradient of an update, within 0.002 of each parameter's norm; above {many} parameters only for norms and biases,
-  the first and the last block;
+- training: the gradient of an update, within 0.002 of each parameter's norm; above {many} parameters only for norms, biases and the
+  first block of each kind;
 - sampling: the engine's log-probs at temperature 1, in conversations if the run has an environment;
 - scores of a reward model or a critic;
 - with an adapter all of these, with random numbers in the factor that begins at 0.

@@ -45,39 +45,38 @@ class PassResults(NamedTuple):
 
 def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
     """By the model's own pass, one text at a time, at each one's temperature and over its support."""
-    model, scores, values = policy.model.eval(), reads_tokens(policy), list[np.ndarray]()
-    model.zero_grad(set_to_none=True)
+    model, scores, values = policy.model, reads_tokens(policy), list[np.ndarray]()
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     with plain_attention(model), torch.set_grad_enabled(gradients):
         for sample in samples:
             ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
-            options = {"logits_to_keep": sample.completion.size} if few else {}
+            begin = int(np.argmax(sample.weight > 0))
+            options = {"logits_to_keep": sample.completion.size - begin} if few else {}
             with policy.precision():
                 value_N = model(input_ids=ids[None], use_cache=False, **options).logits[0]
             value_N = value_N.to(torch.promote_types(value_N.dtype, torch.float32))
             if not scores:
-                weighted_N = torch.from_numpy(sample.weight > 0).to(policy.device)
-                value_N = _log_probs(sample, value_N[-sample.completion.size :, : policy.vocabulary])[weighted_N]
+                weighted_N = torch.from_numpy(sample.weight[begin:] > 0).to(policy.device)
+                value_N = _log_probs(sample, begin, value_N[begin - sample.completion.size :, : policy.vocabulary])[weighted_N]
             values.append(value_N.detach().double().cpu().numpy())
             if value_N.requires_grad:
                 (torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N) * value_N.square()).sum().backward()
     return PassResults(values, take_gradients(policy) if gradients else {})
 
 
-def _log_probs(sample: Sample, logits_NV: Tensor) -> Tensor:
-    """Of a completion's tokens (n,)."""
+def _log_probs(sample: Sample, begin: int, logits_NV: Tensor) -> Tensor:
+    """Of a completion's tokens from `begin` on (n,)."""
     logits_NV = logits_NV / sample.temperature
-    chosen_N = logits_NV.gather(1, torch.from_numpy(sample.completion).to(logits_NV.device)[:, None])[:, 0]
+    chosen_N = logits_NV.gather(1, torch.from_numpy(sample.completion[begin:]).to(logits_NV.device)[:, None])[:, 0]
     if sample.support is None:
         return chosen_N - logits_NV.logsumexp(-1)
-    supports = [torch.from_numpy(ids.astype(np.int64)).to(logits_NV.device) for ids in sample.support]
+    supports = [torch.from_numpy(ids.astype(np.int64)).to(logits_NV.device) for ids in sample.support[begin:]]
     return chosen_N - torch.stack([logits_V[ids].logsumexp(0) for logits_V, ids in zip(logits_NV, supports, strict=True)])
 
 
 def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
     """As a run computes it: all in one stream, prompts shared, fused, gradients of head and embedding summed in place."""
     model, scores, values = policy.model, reads_tokens(policy), [np.zeros(0) for _ in samples]
-    model.zero_grad(set_to_none=True)
     with (
         torch.set_grad_enabled(gradients),
         fused_modules(model, keep=not policy.sharded),
@@ -97,28 +96,28 @@ def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> P
             value_P[rows_M] = value_M.detach()
             for index, column in unpack(batch, value_P, samples):
                 values[index] = column[samples[index].weight > 0].astype(np.float64)
-    model.eval()
     return PassResults(values, take_gradients(policy) if gradients else {})
 
 
 def take_gradients(policy: Policy) -> dict[str, Tensor]:
-    """The gradients of a model, which are taken away from it."""
-    parameters = policy.model.named_parameters()
-    gradients = {name: fsdp.own(p.grad).detach().clone() for name, p in parameters if p.grad is not None}
-    policy.model.zero_grad(set_to_none=True)
+    """The gradients of a model, by parameter, which are taken away from it."""
+    gradients = dict[str, Tensor]()
+    for name, parameter in policy.model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name], parameter.grad = fsdp.own(parameter.grad).detach(), None
     return gradients
 
 
 @contextmanager
 def some_gradients(policy: Policy) -> Iterator[None]:
-    """Inside, of a model of more than `MANY` parameters no matrix takes a gradient but those of its first and its last block.
+    """Inside, of a model of more than `MANY` parameters no matrix takes a gradient but those of the first block of each kind.
 
-    What flows through the blocks between them is seen by the gradients of the first, and by those of their norms and biases.
+    What flows through the other blocks is seen by these gradients, and by those of their norms and biases.
     """
-    model, blocks = policy.model, [block for block in layers(policy) if any(p.requires_grad for p in block.parameters())]
-    many = not policy.sharded and sum(p.numel() for p in model.parameters()) > MANY
-    ends = {p for block in (*blocks[:1], *blocks[-1:]) for p in block.parameters()}
-    left_out = [p for p in model.parameters() if many and p.ndim > 1 and p.requires_grad and p not in ends]
+    many = not policy.sharded and sum(p.numel() for p in policy.model.parameters()) > MANY
+    first = {repr(_kind(block)): block for block in reversed(layers(policy))} if many else {}
+    compared = {p for block in first.values() for p in block.parameters()}
+    left_out = [p for p in policy.model.parameters() if many and p.ndim > 1 and p.requires_grad and p not in compared]
     for parameter in left_out:
         parameter.requires_grad_(False)
     try:
@@ -140,8 +139,7 @@ def shortened(policy: Policy) -> Iterator[None]:
     (stack,) = (part for part in model.modules() if isinstance(part, nn.ModuleList) and [*part][-1:] == [last])
     blocks = [*stack]
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    kinds = [(repr(block), _altered(block)) for block in blocks]
-    kinds = list(zip(kinds, getattr(config, "layer_types", None) or kinds, strict=True))
+    kinds = [*zip(map(_kind, blocks), getattr(config, "layer_types", None) or [None] * len(blocks), strict=True)]
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
     del stack[count:]
     config.num_hidden_layers = len(stack)  # the engine holds the model against what its config makes
@@ -155,6 +153,15 @@ def shortened(policy: Policy) -> Iterator[None]:
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _altered(block: nn.Module) -> list[list[int]]:
-    """How many hooks of each kind each module has, and whether it has a forward pass of its own."""
-    return [[*(len(getattr(part, kind)) for kind in HOOKS), "forward" in vars(part)] for part in block.modules()]
+def _kind(block: nn.Module) -> list[tuple[Any, ...]]:
+    """Of each of its modules the class, the shapes of its parameters and whether they are trained, how many hooks it has,
+    and whether its forward pass is its own."""
+    return [
+        (
+            type(part),
+            *(p if p is None else (p.shape, p.requires_grad) for p in part._parameters.values()),
+            *(len(getattr(part, hooks)) for hooks in HOOKS),
+            "forward" in vars(part),
+        )
+        for part in block.modules()
+    ]

@@ -92,6 +92,7 @@ def prove(
     case = _Case(policy, SMALL if large else FULL, longest, sampler, train, recompute)
     try:
         with shortened(policy) if large else nullcontext(), _filled_adapter(policy):
+            policy.model.eval().zero_grad(set_to_none=True)
             return case.proven()
     finally:
         policy.model.eval().zero_grad(set_to_none=True)
@@ -213,7 +214,7 @@ class _Case:
     def check_finite(self, expected: PassResults) -> None:
         """Raises ConfigError for a model whose own pass gives no numbers."""
         finite = all(np.isfinite(values).all() for values in expected.values)
-        wrong = [name for name, gradient in expected.gradient.items() if not gradient.isfinite().all()]
+        wrong = [name for name, gradient in expected.gradient.items() if not gradient.norm().isfinite()]
         if wrong or not finite:
             what = f"a gradient of {wrong[0]} that is" if finite else "log-probs that are"
             raise ConfigError(
@@ -236,7 +237,7 @@ class _Case:
         text, whole = next(
             (text, value)
             for text, value in zip(texts, values, strict=True)
-            if text.completion.size > 1 and alike(length_of(text)) == alike(length_of(text) - 1)
+            if value.size > 1 and alike(length_of(text)) == alike(length_of(text) - 1)
         )
         shorter = Sample(group="", prompt=text.prompt, completion=text.completion[:-1], weight=text.weight[:-1])
         (before,) = model_pass(self.policy, [shorter], gradients=False).values
@@ -248,9 +249,11 @@ class _Case:
 
     def update(self, texts: Sequence[Sample], recompute: bool) -> PassResults:
         """As the run makes it; without gradients where nothing is trained."""
-        self.policy.model.train(self.train)  # whatever mode somebody has left it in, nothing is dropped
+        model = self.policy.model.train(self.train)
         with checkpointing(self.policy, True) if recompute else nullcontext():
-            return run_pass(self.policy, texts, gradients=self.train)
+            results = run_pass(self.policy, texts, gradients=self.train)
+        model.eval()
+        return results
 
     def compare_updates(self, texts: Sequence[Sample], trained: PassResults, expected: PassResults) -> list[str]:
         """What is equal.  Raises ConfigError for a gradient that differs."""
