@@ -97,12 +97,13 @@ def test_a_folder_whose_modes_cannot_be_set_is_brought_to_the_disk(tmp_path: Pat
     files.sync_tree(tmp_path)
 
 
-def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
-    """A system that makes its folders itself, like `/proc`, says that what is to be made is not there."""
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EPERM])
+def test_a_folder_that_takes_no_files_is_named(number: int, tmp_path: Path) -> None:
+    """A system that makes its folders itself, like `/proc` and `/sys`, says that what is to be made is not there or not allowed."""
     (tmp_path / "made").mkdir()
     run = tmp_path / "made" / "x" / "run"
-    there = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(tmp_path / "made" / "x"))
-    said = r"cannot write the run to .*run: .*/made takes no new files \(No such file or directory\): write elsewhere"
+    there = OSError(number, os.strerror(number), str(tmp_path / "made" / "x"))
+    said = rf"cannot write the run to .*run: .*/made takes no new files \({os.strerror(number)}\): write elsewhere"
     assert re.fullmatch(said, trouble(there, run, "the run"))
     (tmp_path / "made").rmdir()
-    assert "the folder is gone" in trouble(there, run, "the run")
+    assert "the folder is gone" in trouble(FileNotFoundError(errno.ENOENT, "", there.filename), run, "the run")

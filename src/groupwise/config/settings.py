@@ -24,6 +24,7 @@ Positive = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
 Siblings = Annotated[int, Gt(0), Le(1_000_000)]
 """Completions of one prompt, which exist at the same time."""
+Name = Annotated[str, MinLen(1)]
 Seed = Annotated[int, Ge(0), Lt(1 << 63)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 Share = Annotated[float, Ge(0.0), Lt(1.0)]
@@ -85,7 +86,7 @@ class LoraSettings:
     """Columns of the adapter's two factors."""
     alpha: Annotated[float, Gt(0.0)] = 32.0
     """The adapter's product is multiplied by `alpha / rank`."""
-    targets: Annotated[str, MinLen(1)] | Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)] = "all-linear"
+    targets: Name | Annotated[tuple[Name, ...], MinLen(1)] = "all-linear"
     """`all-linear` (all linear layers except the output head), or a list of layer names."""
 
 
@@ -245,7 +246,7 @@ def engine_traits(name: str) -> EngineTraits:
 class EngineSettings:
     """The sampler.  `engine: vllm` is short for `{name: vllm}`."""
 
-    name: Annotated[str, MinLen(1)] = "native"
+    name: Name = "native"
     """`native` (in the trainer's process), `transformers` (`generate`, slow), `vllm` (a server that the run starts), or
     `file.py:function`, which makes your own engine."""
     servers: tuple[str, ...] = ()
@@ -303,15 +304,15 @@ class EnvironmentSettings:
     interface: Literal["tools", "step"] | None = None
     """`tools`: the policy calls the environment's methods; `step`: the policy's text goes to `step`. null: `step` if the
     environment has that method."""
-    reasoning_gym: str | None = None
+    reasoning_gym: Name | None = None
     """Instead of `data` and `rewards`: a Reasoning Gym data set (`chain_sum`) with its scorer."""
-    openenv: str | None = None
+    openenv: Name | None = None
     """Instead of `factory: openenv` with `args: {url: ...}`: the address of an OpenEnv server, `ws://host:port`; `args` may name
     `field` and `seconds`."""
     harness: str | Annotated[tuple[str, ...], MinLen(1)] | None = None
     """Runs an episode with the run's endpoint: a function of `base_url` and `row` that returns the reward (`file.py:function` or
     `module:function`), a program with its arguments, or `outside`: processes that fetch episodes."""
-    verifiers: str | None = None
+    verifiers: Name | None = None
     """Instead of `data` and `rewards`: an installed taskset of verifiers by name; `args` is its `[env]`."""
     listen: str = "127.0.0.1:0"
     """Address of the endpoint for harnesses; port 0 is any free port.  Other addresses than the loopback need the environment
@@ -587,7 +588,7 @@ BY_NAME = (EngineSettings, ParallelSettings)
 class Recipe:
     """One run: objective, model, data and length."""
 
-    objective: Annotated[str, MinLen(1)]
+    objective: Name
     """A loss on data (`prm`: a process reward model), an online algorithm, or `file.py:NAME`, your own `Algorithm`."""
     name: str = "run"
     """The run folder is `runs`/`name`."""

@@ -383,7 +383,7 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
     names = [tool.rpartition(":")[2] for tool in environment.tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         yield f"{at}.tools: two tools are called {twice!r}; the policy tells them apart by name"
-    if isinstance(factory, Mapping) and not factory:
+    if factory is not None and not factory:
         yield f"{at}.factory names no environment: write {{name: file.py:Class}}"
     for name, spec in factory.items() if isinstance(factory, Mapping) else [("", factory)] if factory else []:
         key = f"{at}.factory.{name}" if name else f"{at}.factory"

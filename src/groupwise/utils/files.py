@@ -235,7 +235,7 @@ def trouble(error: OSError, path: Path, what: str) -> str:
     if number == errno.EROFS or (number in READ_ONLY and not os.access(place, os.W_OK)):
         return f"cannot write {what} to {path}: {place} is read-only ({error.strerror}): make it writable"
     named = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else None
-    if number == errno.ENOENT and named is not None and named.parent == place:
+    if number in (errno.ENOENT, *READ_ONLY) and named is not None and named.parent == place:
         return f"cannot write {what} to {path}: {place} takes no new files ({error.strerror}): write elsewhere"
     if number in GONE:
         return f"cannot write {what} to {path}: the folder is gone ({error.strerror}); {place} is what is still there of its path"
