@@ -1,6 +1,6 @@
 """What windows, chunks, soft caps and sinks cost: forward and backward of small models with them, beside the same without.
 
-python benchmarks/windows.py [mistral gemma3_text gemma2 phi3 gpt_oss]
+python benchmarks/windows.py [mistral gemma3_text gemma2 phi3 gpt_oss llama4_text]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "
          "max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": None}  # fmt: skip
 WIDE, FEW = {"head_dim": 64}, {"num_local_experts": 4, "num_experts_per_tok": 2}
 CAPPED = WIDE | {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0}
+DENSE = {"moe_layers": [], "intermediate_size_mlp": 704, "head_dim": 64, "attn_temperature_tuning": False}
 CASES: dict[str, list[tuple[str, dict]]] = {
     "mistral": [(f"window {n}", {"sliding_window": n}) for n in (None, 215, 64)],
     "gemma3_text": [(f"window {n}", WIDE | {"sliding_window": n}) for n in (4096, 215, 64)],
@@ -32,6 +33,7 @@ CASES: dict[str, list[tuple[str, dict]]] = {
         ("cap, window 128", CAPPED | {"sliding_window": 128}),
     ],
     "phi3": [(f"window {n}", {"sliding_window": n}) for n in (None, 215)],
+    "llama4_text": [(f"chunks of {n}", DENSE | {"attention_chunk_size": n}) for n in (4096, 128, 64)],
     "gpt_oss": [(f"sinks, window {n}", WIDE | FEW | {"sliding_window": n}) for n in (4096, 64)],
 }
 
