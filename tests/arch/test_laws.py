@@ -204,7 +204,7 @@ def test_a_built_in_has_its_name_alone() -> None:
             for name in FILES
             if name == place or name.rpartition(".")[0] == place
             for node in TREES[name].body
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             for mark in node.decorator_list
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "built_in"
             for argument in mark.args

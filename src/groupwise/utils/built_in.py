@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 Marked = TypeVar("Marked")
 
 ROOT = Path(__file__).parents[1]
-MARK = re.compile(r"^@built_in\((.+)\)\n(?:@.+\n)*(?:class|def) (\w+)", re.MULTILINE)
+MARK = re.compile(r"^@built_in\((.+)\)\n(?:@.+\n)*(?:class|(?:async )?def) (\w+)", re.MULTILINE)
 """At the beginning of a line, with the names on that line."""
 
 
