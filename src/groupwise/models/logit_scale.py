@@ -69,12 +69,12 @@ def read_form(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = N
     assert isinstance(output, nn.Linear)
     caps = [cap for _, cap in meant if cap is not None]
     hidden = (backbone or backbone_of(model))(input_ids=tokens, use_cache=False).last_hidden_state
-    given = head_input(model, tokens)
-    if given is None:  # the matrix is read, and not called
+    inputs = head_input(model, tokens)
+    if inputs is None:  # the matrix is read, and not called
         own, states = model(input_ids=tokens, use_cache=False).logits, [hidden]
     else:
         # Random states whose logits a cap changes: those of a fresh model are so small that it does not.
-        drawn = torch.randn(given.shape, generator=torch.Generator().manual_seed(0)).to(given)
+        drawn = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0)).to(inputs)
         size = 2.0 * max(caps, default=1.0) / float(output(drawn).float().std())
         hook = output.register_forward_pre_hook(lambda _, inputs: (drawn * size,))
         try:
@@ -82,7 +82,7 @@ def read_form(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = N
         finally:
             hook.remove()
         # Between backbone and matrix may lie a factor, which is one of the forms, or layers, behind which the states are taken.
-        states = [drawn * size / factor for factor in _before(given, hidden, meant)] or [drawn * size]
+        states = [drawn * size / factor for factor in _before(inputs, hidden, meant)] or [drawn * size]
     for tried_BTD in states:
         linear = output(tried_BTD)
         for factor, cap in meant:
@@ -93,11 +93,11 @@ def read_form(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = N
     raise ConfigError(f"{type(model).__name__} does more with its logits than a factor and a soft cap: its head is not supported")
 
 
-def _before(given: Tensor, hidden: Tensor, meant: list[Form]) -> list[float]:
+def _before(inputs: Tensor, hidden: Tensor, meant: list[Form]) -> list[float]:
     """The factor between what a backbone gives and what the last matrix is given, if it is one of the forms'."""
-    if given.shape != hidden.shape:
+    if inputs.shape != hidden.shape:
         return []
-    return [factor for factor in dict(meant) if _close(given, factor * hidden)][:1]
+    return [factor for factor in dict(meant) if _close(inputs, factor * hidden)][:1]
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
@@ -119,15 +119,15 @@ def _with_head(model: PreTrainedModel) -> PreTrainedModel:
 
 def head_input(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor | None:
     """What a pass of the whole model gives to its last matrix (B, T, D), differentiable; None if it calls no such module once."""
-    output, found = model.get_output_embeddings(), list[Tensor]()
+    output, read = model.get_output_embeddings(), list[Tensor]()
     if not isinstance(output, nn.Module):
         return None
-    hook = output.register_forward_pre_hook(lambda _, inputs: found.extend(inputs[:1]))
+    hook = output.register_forward_pre_hook(lambda _, arguments: read.extend(arguments[:1]))
     try:
         model(input_ids=tokens_BT, use_cache=False)
     finally:
         hook.remove()
-    return found[0] if len(found) == 1 else None
+    return read[0] if len(read) == 1 else None
 
 
 @torch.no_grad()
@@ -138,8 +138,8 @@ def has_deep_head(model: PreTrainedModel) -> bool:
     """
     tokens = torch.arange(2, 9, device=model.device)[None]
     try:
-        given, hidden = head_input(model, tokens), backbone_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
+        inputs, hidden = head_input(model, tokens), backbone_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
     except Exception:  # a model's own code
         return False
     # `read_form` took one of the factors; any other is a layer to it.
-    return given is not None and not _before(given, hidden, forms(model.config))
+    return inputs is not None and not _before(inputs, hidden, forms(model.config))

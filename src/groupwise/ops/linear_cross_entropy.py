@@ -215,7 +215,7 @@ class _Chosen(torch.autograd.Function):
         sums = _Gradients(visits, ctx.needs_input_grad, in_place=ctx.summing)
         for rows, raw_CV in visits.products():
             sums.add(rows, raw_CV, grad_logp_M[rows], None if grad_entropy_M is None else grad_entropy_M[rows])
-        return *sums.found, None, None, None, None, None, None
+        return *sums.gradients, None, None, None, None, None, None
 
 
 class _Fused(torch.autograd.Function):
@@ -230,14 +230,14 @@ class _Fused(torch.autograd.Function):
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError("a fused loss is differentiated once: its gradient was made with it, and has been given away")
-        scale, found = grads[0], sums.found
+        scale, gradients = grads[0], sums.gradients
         # The weight's gradient is as large as the head: the pass over it is left out where asking costs nothing.
         if scale.is_cuda or float(scale) != 1.0:
             if sums.in_place:
                 assert scale.is_cuda, "a loss that was to be differentiated as it is was multiplied"
                 scale = torch.where(scale == 1.0, scale, torch.nan)  # nobody waits for a GPU's answer, but the step is not taken
-            found = [None if grad is None else grad.mul_(scale) for grad in found]
-        return (*found, None, None)
+            gradients = [None if grad is None else grad.mul_(scale) for grad in gradients]
+        return (*gradients, None, None)
 
 
 class _Visits:
@@ -349,7 +349,7 @@ class _Gradients:
         self.bias_V = torch.zeros_like(head.bias_V) if needs[2] and head.bias_V is not None else None
 
     @property
-    def found(self) -> list[Tensor | None]:
+    def gradients(self) -> list[Tensor | None]:
         """What autograd is to go on with, for hidden states, weight and bias."""
         hidden_MD = None if self.hidden_MD is None else self.hidden_MD[: self.visits.target_M.shape[0]]
         return [hidden_MD, None if self.in_place else self.weight_VD, self.bias_V]
