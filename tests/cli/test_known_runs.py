@@ -242,7 +242,7 @@ def test_explain_works_a_recorded_step_through(there: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     groups = read_step(there / RUN, 2).groups
     group = next((group for group in groups if not group.equal_rewards), groups[0])
-    assert f"group {group.prompt.id} of step 2 (recorded are steps 1 to 3" in said
+    assert f"the group of {group.prompt.place} in step 2 (recorded are steps 1 to 3" in said
     shown = next(line for line in said.splitlines() if line.startswith("  reward"))
     assert shown.split()[1:] == [f"{reward:g}" for reward in group.reward]
     assert main(["explain", RUN, "--preset", "dr_grpo", "--rewards", "1,0"]) == 0

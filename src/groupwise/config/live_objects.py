@@ -43,10 +43,17 @@ class Live(str):
         return str, (str(self),)
 
 
-def missing(name: str, key: str) -> ConfigError:
-    """The error for a name without its object.  key: where the recipe has it."""
+def object_of(name: str, key: str) -> Any:
+    """The object that a name holds; None for a name of something else.   key: where the recipe has it.
+
+    Raises ConfigError for the name of an object without it, as the file of a run has it.
+    """
+    if isinstance(name, Live):
+        return name.value
+    if not name.startswith(LIVE):
+        return None
     keyword = key.partition(".")[0]
-    return ConfigError(
+    raise ConfigError(
         f"{key} {name!r} stands for an object of the program that began this run, and no file holds it: run that program again, or "
         f"call gw.train with the same object as {keyword}=..."
     )

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from groupwise.config import schema
 from groupwise.config.bundled import find_recipe
-from groupwise.config.live_objects import LIVE, Live, missing
+from groupwise.config.live_objects import Live, object_of
 from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_documents
 from groupwise.config.settings import Recipe, is_online
 from groupwise.config.strict_yaml import Document, Problem, parse
@@ -165,8 +165,8 @@ def demand_objects(recipe: Recipe) -> None:
     """Raises ConfigError for a name of an object without the object: the recipe was read from the file of a run."""
 
     def demanded(key: str, text: str) -> str:
-        if text.startswith(LIVE) and not isinstance(text, Live) and _OBJECTS.fullmatch(key):
-            raise missing(text, key)
+        if _OBJECTS.fullmatch(key):
+            object_of(text, key)
         return text
 
     with_texts(recipe, demanded)

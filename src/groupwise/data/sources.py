@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
-from groupwise.config.live_objects import LIVE, Live, missing, short_digest
+from groupwise.config.live_objects import Live, object_of, short_digest
 from groupwise.config.validation import ROW, wrong_rows
 from groupwise.errors import DataError
 from groupwise.utils.built_in import built_in, find_built_in
@@ -249,10 +249,8 @@ def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> Sour
     lenient: of a file of which some row can be read, those that cannot (a line that is cut off, half of a character) are left out.
     Raises DataError naming the file, the line and what was found there, ConfigError for a `live:` name without its rows.
     """
-    if isinstance(path, Live):
-        return path.value
-    if path.startswith(LIVE):
-        raise missing(path, "data.path")
+    if (rows := object_of(path, "data.path")) is not None:
+        return rows
     if wrong := wrong_rows(path):
         raise DataError(wrong)
     file = expanded(path)

@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
-from groupwise.config.live_objects import LIVE, Live, missing, short_digest
+from groupwise.config.live_objects import Live, object_of, short_digest
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
 from groupwise.distributed import fsdp
@@ -91,12 +91,10 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     """
     assert settings.path is not None
     path = settings.path
-    if isinstance(path, Live):
-        return _live_blueprint(settings, path)
+    if (loaded := object_of(path, "model.path")) is not None:
+        return _live_blueprint(settings, path, loaded)
     if path.startswith("~"):
         settings = replace(settings, path=(path := str(expanded(path))))
-    if path.startswith(LIVE):
-        raise missing(path, "model.path")
     try:
         settings = replace(settings, path=(path := checkpoint_folder(path)))
     except OSError as error:  # no name of a file, nor of anything on the hub
@@ -272,12 +270,12 @@ def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Li
     )
 
 
-def _live_blueprint(settings: ModelSettings, live: Live) -> Blueprint:
+def _live_blueprint(settings: ModelSettings, name: str, loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> Blueprint:
     """Of a model that is loaded already.  What is trained is a copy: neither the model nor its tokenizer is changed.
 
     `load` raises ConfigError if the weights are others than when it was named.
     """
-    model, tokenizer = live.value
+    model, tokenizer = loaded
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise ConfigError(
             "the model carries an adapter: merge it first (model = model.merge_and_unload()), or give the model without it and let "
@@ -289,9 +287,9 @@ def _live_blueprint(settings: ModelSettings, live: Live) -> Blueprint:
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
 
     def load() -> PreTrainedModel:
-        if (now := live_model(*live.value)) != live:
+        if (now := live_model(*loaded)) != name:
             raise ConfigError(
-                f"model: the loaded model has changed since `train` was called ({live} then, {now} now): call `train` again, "
+                f"model: the loaded model has changed since `train` was called ({name} then, {now} now): call `train` again, "
                 "with the weights that the run is to begin with"
             )
         trained = copy.deepcopy(model).requires_grad_(True)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from groupwise.config.live_objects import LIVE, Live, missing
+from groupwise.config.live_objects import object_of
 from groupwise.config.recipes import demand_values
 from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.errors import ConfigError, Findings, RewardError
@@ -169,11 +169,9 @@ def file_of(spec: str) -> str:
 def _entry(reward: RewardSettings | LiveReward | Callable[..., Any], place: int) -> tuple[RewardSettings, LiveReward | None]:
     """One of the functions that `build_rewards` takes, as a recipe has it, and itself where it is an object of the program."""
     if isinstance(reward, RewardSettings):
-        if not reward.function.startswith(LIVE):
+        live: LiveReward = object_of(reward.function, f"rewards.{place}.function")
+        if live is None:
             return reward, None
-        if not isinstance(reward.function, Live):
-            raise missing(reward.function, f"rewards.{place}.function")
-        live: LiveReward = reward.function.value
         reward = replace(live, weight=reward.weight, name=reward.name or live.name, args=reward.args, timeout=reward.timeout)
     elif not isinstance(reward, LiveReward):
         reward = LiveReward(function=reward)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from groupwise.config.live_objects import LIVE, Live, missing
+from groupwise.config.live_objects import object_of
 from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import FACTORIES, EnvironmentSettings, Recipe, RewardSettings
 from groupwise.data.sources import live_rows
@@ -77,10 +77,8 @@ def make_runtime(settings: EnvironmentSettings) -> ToolRuntime | None:
     named |= {f"factory.{name}".rstrip("."): spec for name, spec in factories.items()}
     objects: dict[str, Any] = {}
     for key, spec in named.items():
-        if isinstance(spec, Live):
-            objects[str(spec)] = spec.value
-        elif spec.startswith(LIVE):
-            raise missing(spec, f"environment.{key}")
+        if (made := object_of(spec, f"environment.{key}")) is not None:
+            objects[str(spec)] = made
     return ToolRuntime(
         settings.tools,
         factories,
@@ -127,11 +125,8 @@ def _harness(settings: EnvironmentSettings) -> Harness:
     if isinstance(named, tuple):
         return ProgramHarness(named)
     assert named is not None
-    if isinstance(named, Live):
-        function: Callable[..., Any] = named.value
-    elif named.startswith(LIVE):
-        raise missing(named, "environment.harness")
-    else:
+    function: Callable[..., Any] = object_of(named, "environment.harness")
+    if function is None:
         function = imported(f"harness {named!r}", named, callable_only=True)
     return FunctionHarness(functools.partial(function, **settings.args) if settings.args else function)
 
