@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sample_texts import TOKENIZER
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    Gemma3Config,
     LlamaForSequenceClassification,
 )
 
@@ -123,6 +127,19 @@ def test_a_saved_model_scores_the_same_in_transformers(
     np.testing.assert_allclose(theirs[:, 0].detach().numpy(), ours, atol=1e-5)
     again = load_scorer(ModelSettings(path=str(tmp_path)))
     np.testing.assert_allclose(total("last", score_tokens(again, answers, budget=64)), ours, atol=1e-6)
+
+
+def test_a_pad_token_is_added_to_a_text_part_with_a_section_of_its_own() -> None:
+    """As Gemma 3's: its vocabulary is not written where others write it."""
+    text = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"image_size": 16, "patch_size": 8}
+    causal = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.pad_token = None
+    model = add_head(causal, tokenizer, [tokenizer.eos_token_id], "last", seed=0)
+    assert model.config.get_text_config().vocab_size == len(tokenizer) == len(TOKENIZER) + 1
 
 
 def test_an_eos_that_is_also_the_pad_is_not_hidden(

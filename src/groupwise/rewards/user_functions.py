@@ -64,7 +64,7 @@ class Completions:
     """The arguments of reward functions: N completions with every column that they may ask for, one entry per completion."""
 
     labels: Sequence[str]
-    """Name each completion in messages: `prompt id#index`."""
+    """Name each completion in messages (`Rollout.place`)."""
     prompts: Sequence[Any]
     """TRL's convention: messages if the row's prompt was messages, else its text (`compose.prompt_of`)."""
     prompt_texts: Sequence[str]
