@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -49,6 +49,19 @@ OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
 
 AT_ONCE = 1_000
 """Texts that the tokenizer encodes at a time: what it makes of one is many times as large as its ids, and would fill the memory."""
+MANY = 100
+"""Texts of which so many pieces are the same that cutting them is worth it."""
+PIECES = re.compile(
+    r"""\s*+ (?: (?:[0-9]++|[!-/:-~]++) (?![^\s!-~]) | \S++ )  # a number or a word, behind white space
+        (?: (?!\n[^\s/]) [^\S ] \s*+ \S*+ )*+ \n?            # and what follows white space that does not begin with a space
+      | \s+""",
+    re.VERBOSE,
+)
+"""Cuts a text before white space that begins with a space, before and behind numbers, and behind a line: where byte-level
+tokenizers (GPT-2, Llama 3, Qwen, SmolLM2, our own) cut it, whatever else they do."""
+KINDS = ("a", "B", "'s", "é", "中", "12345", "²", "٣", ".", ",", "'", '"', "(", "-", "_", "/", "$", "<", "\0")
+"""Of characters, as tokenizers tell them apart."""
+BETWEEN = ("", " ", "  ", "\n", "\n\n", "\n ", " \n", "\t")
 THINK = "<think>"
 MARK = "zq7mark"
 """Stands for an answer where the template is looked at."""
@@ -139,8 +152,39 @@ class Template(Wording):
         core.no_truncation()
         core.no_padding()
         core.encode_special_tokens = bool(self.tokenizer.split_special_tokens)
-        batches = (texts[start : start + AT_ONCE] for start in range(0, len(texts), AT_ONCE))
-        return [one.ids for batch in batches for one in core.encode_batch_fast(batch, add_special_tokens=False)]
+        encoded: list[list[int]] = []
+        known: dict[str, list[int]] = {}
+        for start in range(0, len(texts), AT_ONCE):
+            batch = self._cut(texts[start : start + AT_ONCE])
+            new = list({piece for pieces in batch for piece in pieces} - known.keys())
+            known.update(zip(new, (one.ids for one in core.encode_batch_fast(new, add_special_tokens=False)), strict=True))
+            encoded += [[token for piece in pieces for token in known[piece]] for pieces in batch]
+        return encoded
+
+    def _cut(self, texts: list[str]) -> list[list[str]]:
+        """The pieces of each text, whose ids are the text's.  Most pieces of many texts come again, and are encoded once."""
+        if len(texts) < MANY or self._uncut is None:
+            return [[text] for text in texts]
+        return [[text] if self._uncut.search(text) else PIECES.findall(text) for text in texts]
+
+    @cached_property
+    def _uncut(self) -> re.Pattern[str] | None:
+        """Finds added tokens that `PIECES` would cut, or that take white space beside them.
+
+        None for a tokenizer that does not itself cut where `PIECES` does, or that normalises texts.
+        """
+        core = self._core
+        text = "".join(map("".join, product(KINDS, BETWEEN, KINDS)))
+
+        def words(text: str) -> list[str]:
+            return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(text)]
+
+        if core.pre_tokenizer is None or (core.normalizer and core.normalizer.normalize_str(text) != text):
+            return None
+        if words(text) != [word for piece in PIECES.findall(text) for word in words(piece)]:
+            return None
+        added = core.get_added_tokens_decoder().values()
+        return _any_of(token.content for token in added if token.lstrip or token.rstrip or len(PIECES.findall(token.content)) > 1)
 
     @cached_property
     def _core(self) -> Any:
