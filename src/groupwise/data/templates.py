@@ -52,13 +52,16 @@ AT_ONCE = 1_000
 MANY = 100
 """Texts of which so many pieces are the same that cutting them is worth it."""
 PIECES = re.compile(
-    r"""\s*+ (?: (?:[0-9]++|[!-/:-~]++) (?![^\s!-~]) | \S++ )  # a number or a word, behind white space
-        (?: (?!\n[^\s/]) [^\S ] \s*+ \S*+ )*+ \n?            # and what follows white space that does not begin with a space
-      | \s+""",
+    r"""\s*+ (?:
+        [A-Za-z]++ (?![^\s!-&(-~])             # a word, which no apostrophe or other letter follows
+      | [0-9]++ (?![^\s!-~])                   # a number
+      | (?: [!-/:-~]++ (?![^\s!-~]) | \S++ )   # or else anything up to a number or white space
+        (?: (?!\n[^\s/]) [^\S ] \s*+ \S*+ )*+ \n?  # and on, if that begins with no space and is not the end of a line
+      ) | \s+""",
     re.VERBOSE,
 )
-"""Cuts a text before white space that begins with a space, before and behind numbers, and behind a line: where byte-level
-tokenizers (GPT-2, Llama 3, Qwen, SmolLM2, our own) cut it, whatever else they do."""
+"""Cuts a text before spaces, around numbers, and behind words and lines: where byte-level tokenizers (GPT-2, Llama 3, Qwen,
+SmolLM2, our own) cut it, whatever else they do."""
 KINDS = ("a", "B", "'s", "é", "中", "12345", "²", "٣", ".", ",", "'", '"', "(", "-", "_", "/", "$", "<", "\0")
 """Of characters, as tokenizers tell them apart."""
 BETWEEN = ("", " ", "  ", "\n", "\n\n", "\n ", " \n", "\t")
@@ -693,7 +696,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     >>> _any_of(["<a>", "<ab>", "[X]", "<a>>"]).findall("<ab><a>>[X]<a> <b>")
     ['<ab>', '<a>>', '[X]', '<a>']
     """
-    return re.compile(_alternatives(sorted(set(tokens) - {""})) or "(?!)")
+    return re.compile(_alternatives(sorted(set(tokens) - {""})) or r"\A(?!)")
 
 
 def _alternatives(tokens: Sequence[str]) -> str:
