@@ -52,7 +52,7 @@ def test_rows_that_cannot_be_used_are_counted() -> None:
     [
         ({"prompt": "1", "labels": [True]}, "completions"),
         ({"prompt": "1", "completions": ["1"]}, "labels"),
-        ({"prompt": "1", "completions": ["1", "2"], "labels": [True]}, "2 completions and 1 labels"),
+        ({"prompt": "1", "completions": ["1", "2"], "labels": [True]}, "2 completions and 1 label;"),
         ({"prompt": "1", "completions": ["1"], "labels": ["yes"]}, "probabilities"),
         ({"prompt": "1", "completions": "1", "labels": [True]}, "list of strings"),
     ],

@@ -313,7 +313,7 @@ def _entries(credit: Callable[..., Any], output: Any, count: int, what: str, whe
 
 def _advantage(credit: Callable[..., Any], output: Any, group: Scored, i: int) -> np.ndarray:
     rollout, value_n = group.rollouts[i], _numbers(output)
-    whose = f"completion {rollout.place} ({len(rollout)} tokens)"
+    whose = f"completion {rollout.place} ({counted(len(rollout), 'token')})"
     if value_n.ndim == 0:
         value_n = np.full(len(rollout), value_n)
     if value_n.shape != (len(rollout),):

@@ -251,7 +251,7 @@ def _about(origin: Origin | None, recipe: Recipe, rewards: Sequence[str]) -> str
     settings, sampling = recipe.data, eval_sampling(recipe)
     source = settings.eval_path or settings.path or f"task {settings.task}"
     held = "" if settings.eval_path or settings.task else ", held out"
-    parts = [f"data {source}{held}", f"rewards {', '.join(rewards)}", f"at most {sampling.max_new_tokens} tokens"]
+    parts = [f"data {source}{held}", f"rewards {', '.join(rewards)}", f"at most {counted(sampling.max_new_tokens, 'token')}"]
     parts += ["chat template"] if settings.chat else []
     parts += [f"template {settings.template!r}"] if settings.template else []
     parts += [f"temperature {sampling.temperature:g}"] if sampling.temperature != 1.0 else []

@@ -26,6 +26,7 @@ from groupwise.data.messages import (
 )
 from groupwise.data.sources import BadRow, Row, first_of, missing_column
 from groupwise.errors import ConfigError, DataError
+from groupwise.utils.spelling import counted
 
 ANSWERED_IN = ("completion", "messages", "output")
 """Columns in which an answer may stand."""
@@ -280,8 +281,8 @@ def read_solution(row: Row, where: str, wording: Wording) -> ReadRow:
     if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
         raise DataError(f"{where}: completions must be a list of strings, one per step, got {steps!r:.80}")
     if not isinstance(labels, list) or len(labels) != len(steps):
-        count = len(labels) if isinstance(labels, list) else repr(labels)
-        raise DataError(f"{where}: there are {len(steps)} completions and {count} labels; each step has one")
+        count = counted(len(labels), "label") if isinstance(labels, list) else f"the labels {labels!r:.80}"
+        raise DataError(f"{where}: there are {counted(len(steps), 'completion')} and {count}; each step has one")
     if not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):
         raise DataError(f"{where}: labels are true or false, or probabilities, got {labels!r:.80}")
     if not steps or not all(step.strip() for step in steps):

@@ -34,6 +34,7 @@ from groupwise.errors import DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Sampling, Trace
 from groupwise.utils import threads
 from groupwise.utils.secrets import scrubbed
+from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -441,9 +442,8 @@ class HarnessEpisode:
 
     def _refusal(self) -> Refused:
         if self._full is Finish.TURNS:
-            return Refused(
-                f"the episode has had its {self.world.settings.max_turns} turns (environment.max_turns)", code="too_many_turns"
-            )
+            turns = counted(self.world.settings.max_turns, "turn")
+            return Refused(f"the episode has had {turns} (environment.max_turns)", code="too_many_turns")
         if self._full is Finish.LENGTH:
             return Refused("the episode has no room for another turn", code="context_length_exceeded")
         return Refused(f"the episode is over: {self._over}", HTTPStatus.GONE, code="episode_over")

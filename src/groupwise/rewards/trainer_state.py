@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.utils.spelling import counted
+
 RUN_PARAMETERS = ("trainer_state", "log_metric", "log_extra")
 """What a function may ask for by name, and is no list with an entry for each completion."""
 
@@ -61,7 +63,8 @@ class Notes:
                 f"log_extra({column!r}, ...) takes a list with a value for each completion, got a {type(values).__name__}"
             )
         if len(values) != self.count:
-            raise ValueError(f"log_extra({column!r}, ...) takes {self.count} values, one for each completion, got {len(values)}")
+            wanted = f"{counted(self.count, 'value')}, one for each completion"
+            raise ValueError(f"log_extra({column!r}, ...) takes {wanted}, got {len(values)}")
         self.columns[_name("log_extra", column)] = [json.loads(json.dumps(value, default=_plain)) for value in values]
 
     def parameters(self, names: Sequence[str], state: TrainerState) -> dict[str, Any]:

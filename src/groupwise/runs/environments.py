@@ -30,6 +30,7 @@ from groupwise.records import Sampling
 from groupwise.runs.plan import Lines
 from groupwise.utils.imports import imported
 from groupwise.utils.secrets import TOKEN, redacted_command
+from groupwise.utils.spelling import counted
 
 
 def with_environment_data(recipe: Recipe) -> Recipe:
@@ -142,6 +143,7 @@ def with_own_reward(recipe: Recipe, runtime: ToolRuntime | None) -> Recipe:
 def world_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
     """What answers the policy and what ends its episodes, for the plan."""
     settings = recipe.environment
+    turns = counted(settings.max_turns, "turn")
     if settings.asks:
         named = f"verifiers {settings.verifiers}" if settings.verifiers else settings.harness
         who = " ".join(redacted_command(named)) if isinstance(named, tuple) else named
@@ -149,7 +151,7 @@ def world_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
             ("environment", f"{who} asks for the policy's turns; gives a reward"),
             (
                 "episodes",
-                f"at most {settings.max_turns} turns, {settings.episode_timeout:g} s without sampling, {settings.at_once} at once",
+                f"at most {turns}, {settings.episode_timeout:g} s without sampling, {settings.at_once} at once",
             ),
         ]
         if settings.harness == "outside" and not os.environ.get(TOKEN):
@@ -167,7 +169,7 @@ def world_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
     lines.append(
         (
             "episodes",
-            f"at most {settings.max_turns} turns and {settings.episode_timeout:g} s without sampling; a call "
+            f"at most {turns} and {settings.episode_timeout:g} s without sampling; a call "
             f"{settings.tool_timeout:g} s; an answer {settings.max_observation_tokens:,} tokens",
         )
     )

@@ -13,7 +13,7 @@ from websockets.sync.server import serve
 
 from groupwise.environments.openenv import OpenEnv
 from groupwise.errors import ConfigError, EnvironmentFailure
-from groupwise.runs.environments import environment_of, make_runtime
+from groupwise.runs.environments import make_runtime, recipe_of_environment, world_lines
 
 
 class Server:
@@ -70,11 +70,12 @@ def server():
 
 @pytest.mark.parametrize("keys", [{"openenv": "URL"}, {"factory": "openenv", "args": {"url": "URL"}}])
 def test_a_recipe_names_it_by_its_key_or_as_a_factory(server, keys):
-    settings = environment_of(json.loads(json.dumps(keys | {"runs": "thread"}).replace("URL", server.url)))
-    runtime = make_runtime(settings)
+    recipe = recipe_of_environment(json.loads(json.dumps(keys | {"runs": "thread", "max_turns": 1}).replace("URL", server.url)))
+    runtime = make_runtime(recipe.environment)
     (kind,) = runtime.kinds.values()
     runtime.close()
     assert (kind.title, kind.steps, kind.rewarded) == ("OpenEnv", True, True)
+    assert "at most 1 turn and 600 s without sampling" in dict(world_lines(recipe, runtime))["episodes"]
 
 
 def test_an_episode(server):

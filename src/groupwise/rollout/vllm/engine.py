@@ -39,6 +39,7 @@ from groupwise.rollout.vllm.colocated import Colocated
 from groupwise.rollout.vllm.request_pool import RequestPool
 from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer
 from groupwise.rollout.vllm.weight_sync import PATIENCE, Answer, Servers, unfit_on_cpu
+from groupwise.utils.spelling import counted
 
 EXACT, ROUNDED = 0.01, 0.1
 """Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where a side rounds to bfloat16."""
@@ -363,7 +364,7 @@ class VllmEngine:
             ) from error
         choices.sort(key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(count)):
-            raise EngineError(f"{where}: {len(choices)} completions came back, {count} were asked for")
+            raise EngineError(f"{where}: {counted(len(choices), 'completion')} came back, {count} were asked for")
         for choice in choices:
             if wrong := choice.wrong(self.policy, sampling, limit) or choice.foreign(self._run, oldest, self.version):
                 raise EngineError(f"{where}, completion {choice.index}: {wrong}")
@@ -440,7 +441,7 @@ class Choice:
         if self.reason not in ("stop", "length"):
             return f"it ended with {self.reason!r}: somebody else stops requests on this server"
         if not 0 < count <= limit or (self.reason == "length" and count < limit and self.tokens[-1] not in policy.eos_ids):
-            return f"{count} tokens, ended by {self.reason!r}, where up to {limit} were asked for"
+            return f"{counted(count, 'token')}, ended by {self.reason!r}, where up to {limit} were asked for"
         if logp.shape != (count,) or not (np.isfinite(logp) & (logp > NEVER) & (logp < 1e-3)).all():
             return f"its {count} tokens do not have a log-prob each: {self.logp[:8]}"
         if min(self.tokens) < 0 or max(self.tokens) >= policy.vocabulary:
