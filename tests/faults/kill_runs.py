@@ -69,6 +69,12 @@ class Kind:
     recipe: dict[str, Any]
     ranks: int = 1
 
+    @property
+    def most_lost(self) -> int:
+        """Steps that a kill may cost: those since the last save, and of a sharded run, which saves beside its steps until the next
+        save, those since the one before."""
+        return EVERY * (2 if self.recipe.get("parallel") == "zero3" else 1)
+
 
 KINDS = {
     "grpo": Kind(GRPO),
@@ -223,7 +229,7 @@ def hunt(name: str, kills: int, length: int, seed: int, say: Callable[[str], Non
             raise SystemExit(f"{name}: {newest} is damaged: {wrong}")
         lost = _last(folder) - kept
         found["most lost"] = max(found["most lost"], lost)
-        if lost > EVERY:
+        if lost > kind.most_lost:
             raise SystemExit(f"{name}: {lost} steps were lost, and a save is due every {EVERY}")
     say(
         f"{name:8} {found['kills']:4} kills, {found['inside']:4} inside a save; {found['finished']} runs finished, all with the "
