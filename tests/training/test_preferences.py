@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import DATASET, OptimizerSettings, PairSettings, RewardModelSettings
 from groupwise.data.encoding import Pair, Solution
 from groupwise.data.packing import pack
@@ -19,6 +22,7 @@ from groupwise.models import passes
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import add_head, wrap_scorer
+from groupwise.runs.prepared import modelled
 from groupwise.training.baselines import bag_of_words, length_rule
 from groupwise.training.objectives import OBJECTIVES
 from groupwise.training.offline import Objective, train_offline, validate
@@ -217,6 +221,21 @@ def test_new_pairs_by_one_of_several_rewards(scored_group: Callable) -> None:
     assert preference_rows([replace(two, rewards=np.array([[0.0, np.nan], [1.0, np.nan]]))], "judge") == []
     with pytest.raises(ConfigError, match="no reward is called 'jury'; there are: reward, judge"):
         preference_rows([two], "jury")
+
+
+def test_older_pairs_of_a_file_need_no_arguments_of_the_task(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"what is {n}?", "chosen": "yes", "rejected": "no"} for n in range(9)]
+    (tmp_path / "old.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    recipe = make_recipe(
+        {
+            "objective": "reward", "steps": 1, "batch_size": 4,
+            "reward_model": {"replay": {"path": str(tmp_path / "old.jsonl"), "share": 0.25}},
+            "model": {"scratch": {"hidden": 16, "layers": 1, "heads": 2, "tokenizer": "bytes"}},
+            "data": {"task": "preferences", "limit": 12, "eval_limit": 4, "task_args": {"correctness": 0.6}},
+        }
+    )  # fmt: skip
+    _, blueprint = modelled(recipe)
+    assert len(OBJECTIVES["reward"].load(recipe, blueprint, None).train) == 16
 
 
 def test_replay_is_the_share_that_was_asked_for() -> None:

@@ -79,8 +79,12 @@ def _replayed(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) 
     if settings.replay is None:
         return pairs
     path, task = settings.replay.path, settings.replay.task
-    data = replace(recipe.data, path=path, task=task, limit=None if task is None else recipe.data.limit)
-    old = _records(PAIRS, replace(recipe, data=data if task is None else replace(data, eval_fraction=0.0)), blueprint)
+    data = recipe.data
+    if task is None:
+        data = replace(data, path=path, task=None, task_args={}, limit=None)
+    else:
+        data = replace(data, path=None, task=task, task_args=data.task_args if task == data.task else {}, eval_fraction=0.0)
+    old = _records(PAIRS, replace(recipe, data=data), blueprint)
     return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.share, recipe.seed)))
 
 
