@@ -48,6 +48,13 @@ def test_tools_and_calls_reach_the_template():
     assert '"é": null' in found
 
 
+def test_conversations_with_tools_and_without_have_templates_of_their_own():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "plain {{ messages[0].content }}", "tool_use": "tools {{ messages[0].content }}"}
+    chats = [Chat([{"role": "user", "content": str(i)}], tools=[TOOL] if i % 2 else None) for i in range(5)]
+    assert render_chats(tokenizer, chats) == ["plain 0", "tools 1", "plain 2", "tools 3", "plain 4"]
+
+
 def test_many_conversations_keep_their_order_and_their_refusals():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% if messages[0].content == '77' %}{{ 1/0 }}{% endif %}{{ messages[0].content }}"

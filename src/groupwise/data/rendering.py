@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from groupwise.data.tokenizers import CHAT_TEMPLATE
@@ -91,12 +90,8 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> l
     if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(map(repr, sorted(tokenizer.chat_template)))
         raise DataError(f"the tokenizer has several chat templates ({names}) and none called default: set model.chat_template")
-    texts: list[str | Refusal] = []
-    for _, alike in groupby(chats, key=lambda chat: chat.tools is None):  # one of several templates may be for tools
-        some = list(alike)
-        for start in range(0, len(some), AT_ONCE):
-            texts += _RENDERER.render(tokenizer, some[start : start + AT_ONCE])
-    return texts
+    batches = (chats[start : start + AT_ONCE] for start in range(0, len(chats), AT_ONCE))
+    return [text for batch in batches for text in _RENDERER.render(tokenizer, batch)]
 
 
 def shown_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
@@ -167,7 +162,7 @@ class _Renderer:
         self._process: WorkerProcess | None = None
 
     def render(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
-        """Texts of conversations that share a tokenizer; all of them show tools, or none.  Raises DataError."""
+        """Texts of conversations that share a tokenizer.  Raises DataError."""
         texts: list[str | Refusal] = []
         broken = -1
         with self._lock:
@@ -202,15 +197,16 @@ class _Renderer:
                 quiet=True,
                 variables={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
-        template = shown_template(tokenizer, tools=chats[0].tools is not None)
-        special = dict(tokenizer.special_tokens_map)
-        conversations = [(_plain(chat.messages), chat.tools, special | chat.options) for chat in chats]
-        text = json.dumps(conversations, default=_placeholder)
-        return self._process.ask(template, text, seconds=WALL_SECONDS, answers=len(chats))
+        templates = [shown_template(tokenizer, tools=tools) for tools in (False, True)]
+        conversations = [(_plain(chat.messages), chat.tools, chat.options) for chat in chats]
+        text = json.dumps([dict(tokenizer.special_tokens_map), conversations], default=_placeholder)
+        return self._process.ask(templates, text, seconds=WALL_SECONDS, answers=len(chats))
 
 
-def serve_templates() -> Callable[[str, str], Iterator[tuple[str, str]]]:
-    """In the process: what renders (messages, tools, options), a list of which comes as JSON, by a template.
+def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]]]:
+    """In the process: what renders conversations by two templates, of which the second is for those with tools.
+
+    As JSON come the tokenizer's special tokens, and a list of (messages, tools, options).
 
     There is an answer for each: `("text", text)`, `("refused", why)`, or `("unusable", why)` (the template is none, or ran out of
     memory, depth or length), which is the last one.
@@ -233,9 +229,10 @@ def serve_templates() -> Callable[[str, str], Iterator[tuple[str, str]]]:
             return "unusable", f"it wrote {len(texts[0]):,} characters for one conversation"
         return "text", texts[0]
 
-    def answers(template: str, text: str) -> Iterator[tuple[str, str]]:
-        for chat in json.loads(text):
-            yield (answer := rendered(template, *chat))
+    def answers(templates: Sequence[str], text: str) -> Iterator[tuple[str, str]]:
+        special, chats = json.loads(text)
+        for messages, tools, options in chats:
+            yield (answer := rendered(templates[tools is not None], messages, tools, special | options))
             if answer[0] == "unusable":
                 return  # nobody reads on: further answers would be taken for those of the next request
 
