@@ -49,19 +49,17 @@ OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
 
 AT_ONCE = 1_000
 """Texts that the tokenizer encodes at a time: what it makes of one is many times as large as its ids, and would fill the memory."""
-MANY = 100
-"""Texts of which so many pieces are the same that cutting them is worth it."""
 PIECES = re.compile(
     r"""\s*+ (?:
-        [A-Za-z]++ (?![^\s!-&(-~])             # a word, which no apostrophe or other letter follows
-      | [0-9]++ (?![^\s!-~])                   # a number
-      | (?: [!-/:-~]++ (?![^\s!-~]) | \S++ )   # or else anything up to a number or white space
-        (?: (?!\n[^\s/]) [^\S ] \s*+ \S*+ )*+ \n?  # and on, if that begins with no space and is not the end of a line
+        [A-Za-z]++ (?![^\s!-&(-~])  # a word, which no apostrophe or other letter follows
+      | [0-9]++ (?![^\s!-~])        # a number
+      | (?: [!-/:-~]++ (?![^\s!-~]) | \S++ )  # anything else up to a number or white space,
+        (?: (?!\n[^\s/]) [^\S ] \s*+ \S*+ )*+ \n?  # and further, unless a space or the end of one line is next
       ) | \s+""",
     re.VERBOSE,
 )
 """Cuts a text before spaces, around numbers, and behind words and lines: where byte-level tokenizers (GPT-2, Llama 3, Qwen,
-SmolLM2, our own) cut it, whatever else they do."""
+SmolLM2, our own) cut it, whatever else they do.  GPT-4o's takes a slash to the line before it."""
 KINDS = ("a", "B", "'s", "é", "中", "12345", "²", "٣", ".", ",", "'", '"', "(", "-", "_", "/", "$", "<", "\0")
 """Of characters, as tokenizers tell them apart."""
 BETWEEN = ("", " ", "  ", "\n", "\n\n", "\n ", " \n", "\t")
@@ -165,8 +163,9 @@ class Template(Wording):
         return encoded
 
     def _cut(self, texts: list[str]) -> list[list[str]]:
-        """The pieces of each text, whose ids are the text's.  Most pieces of many texts come again, and are encoded once."""
-        if len(texts) < MANY or self._uncut is None:
+        """The pieces of each text, whose ids are the text's.  Most pieces of many texts come again, and are encoded once; few texts
+        stay whole."""
+        if len(texts) < AT_ONCE or self._uncut is None:
             return [[text] for text in texts]
         return [[text] if self._uncut.search(text) else PIECES.findall(text) for text in texts]
 
