@@ -219,7 +219,7 @@ class Template(Wording):
         turns = [_between_marks(*one, marks) for one in zip(questions, map(_turns, answers), strict=True)]
         whole = self._rendered([self._answered(question, spoken) for question, spoken in zip(questions, turns, strict=True)])
         whole = self._complete_ones(questions, turns, whole)
-        joint = self._answered_ids(questions, whole)
+        joint = self._ids(whole, [question.plain for question in questions])
         completions: list[EncodedAnswer | Refusal] = []
         for question, spoken, rendered, ids in zip(questions, turns, whole, joint, strict=True):
             if isinstance(rendered, Refusal):
@@ -234,28 +234,6 @@ class Template(Wording):
             unknown = self._unknown_in(text, answer)
             completions.append(EncodedAnswer(ended(answer, eos_ids, self.tokenizer), text, stable, unknown=unknown))
         return completions
-
-    def _answered_ids(self, questions: Sequence[Question], whole: Sequence[str | Refusal]) -> list[list[int]]:
-        """The ids of answered prompts.  A control token cuts a text before it is tokenised, so those before a prompt's last one are
-        the prompt's own; only what follows is encoded."""
-        texts, heads = list(whole), [[] for _ in whole]
-        special = self._special_ids
-        for i, (question, text) in enumerate(zip(questions, whole, strict=True)):
-            ids = question.tokens.tolist()
-            if special.keys().isdisjoint(ids):
-                continue
-            last = next(place for place in range(len(ids) - 1, -1, -1) if ids[place] in special)
-            place = question.text.rfind(special[ids[last]])  # BOS of a string is not in its text
-            if place >= 0 and isinstance(text, str) and text.startswith(question.text) and OPEN not in text:
-                texts[i], heads[i] = text[place:], ids[:last]
-        plain = [question.plain and not head for question, head in zip(questions, heads, strict=True)]
-        return [head + ids for head, ids in zip(heads, self._ids(texts, plain), strict=True)]
-
-    @cached_property
-    def _special_ids(self) -> dict[int, str]:
-        """Special tokens that are never split, by their ids.  The one for unknown characters stands for many texts."""
-        added = {} if self.tokenizer.split_special_tokens else self.tokenizer.added_tokens_decoder
-        return {id: str(token) for id, token in added.items() if token.special and id != self._unknown}
 
     def in_steps(self, question: Question, steps: Sequence[str], separator: str, eos_ids: Sequence[int]) -> EncodedAnswer:
         """An answer whose steps are encoded one by one, so that tokens end with them.   separator: behind all but the last."""
