@@ -344,8 +344,9 @@ proven  Qwen3ForCausalLM: scoring, training, sampling equal its own pass on cpu 
 
 The texts are shorter and longer than every window, chunk, convolution and length that the model's configuration names and the
 run reaches, up to {across} tokens. Autocast and bfloat16 are compared in float32 first, then in the dtype itself with a wide
-tolerance. On a CPU a model of more than {large} parameters gets three texts of up to 8 tokens. If the engine is `specialised`
-for its family, the first blocks stand for all: two, or as many as include one of every kind.
+tolerance. On a CPU a model of more than {large} parameters gets three texts of up to 8 tokens, or 16 if the run
+has an environment. In float32 two of them are compared in their last token only. If the engine is `specialised` for its family, the
+first blocks stand for all: two, or as many as include one of every kind.
 
 The proof does not cover:
 

@@ -331,6 +331,25 @@ def test_a_large_model_whose_texts_run_one_by_one_is_proven_too(monkeypatch: pyt
     monkeypatch.setattr(texts, "LARGE", 100)
     single = ModelSettings(attention="single")
     assert proven(LlamaForCausalLM, settings=single, sampler=TRANSFORMERS, longest=4).line[1].count("at 1 length from 3 to 3") == 1
+    talking = replace(TRANSFORMERS, conversations=True)
+    for longest in (4, 8):
+        assert "conversations" in proven(LlamaForCausalLM, settings=single, sampler=talking, longest=longest).paths
+    with pytest.raises(ConfigError, match="SeesAhead lets tokens see what comes after them"):
+        proven(planted.SeesAhead, settings=single)
+
+
+def test_of_a_large_model_every_token_is_compared_in_a_lower_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a median is judged by the spread, and both are chance where numbers are few."""
+    monkeypatch.setattr(texts, "LARGE", 100)
+    compared: dict[torch.dtype, list[int]] = {torch.float32: [], BF16: []}
+
+    def counted(policy: Any, samples: Any, **named: Any) -> passes.PassResults:
+        compared[policy.dtype] += [int((sample.weight > 0).sum()) for sample in samples]
+        return passes.model_pass(policy, samples, **named)
+
+    monkeypatch.setattr("groupwise.proof.prove.model_pass", counted)
+    proven(LlamaForCausalLM, to=BF16, sampler=NATIVE)
+    assert compared == {torch.float32: [1, 1, 4], BF16: [4, 2, 4]}
 
 
 class AroundBlock(nn.Module):
@@ -433,7 +452,7 @@ def test_a_head_that_does_more_than_it_says_is_refused_one_by_one_too() -> None:
 def test_numbers_that_are_none_are_named_on_either_side() -> None:
     model = built(LlamaForCausalLM, LlamaConfig)
     model.model.norm = planted.NotANumber(model.model.norm, model)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot .*: scoring .*a log-prob of a completion of .* is not finite"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot .*: scoring .*a log-prob is not finite"):
         prove(make_policy(model, TOKENIZER))
     model = built(LlamaForCausalLM, LlamaConfig)
     model.model.norm.register_forward_hook(lambda module, args, out: out * torch.nan)

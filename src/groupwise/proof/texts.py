@@ -74,8 +74,7 @@ class Size(NamedTuple):
 FULL = Size(prompts=(1, 9, 9), group=8, rows=24, tokens=70, far=1040)  # prompts of one length, and of a single token
 SMALL = Size(prompts=(5, 5), group=2, rows=3, tokens=4, far=0)
 """On a CPU, of a model of more than `LARGE` parameters.  The lengths of a group differ, so that its stream is another when it is
-turned round.  Far texts are left out, but those that lie behind a length at which the model changes.  Of texts other than `WHOLE`
-one token is compared: products with the head are most of what they cost."""
+turned round.  Far texts are left out, but those that lie behind a length at which the model changes."""
 WHOLE = 2
 """The last completion of the second prompt."""
 LARGE = 5_000_000
@@ -132,7 +131,7 @@ def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Sam
             text = np.concatenate([prompt, _ids(policy, rng, min(n, size.tokens, longest - prompt.size))])
             begin = prompt.size if near else FEW
             texts.append(_sample(policy, str(place), text[:begin], text[begin:]))
-    return _compared(size, texts)
+    return texts
 
 
 def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0) -> list[Sample]:
@@ -154,13 +153,11 @@ def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int 
         prompt, sampling = replace(prompts[1], id="alone"), replace(sampling, max_new_tokens=size.tokens)
         (alone,) = engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
         texts += [_drawn(policy, alone[0], size.tokens)]
-    return _compared(size, texts)
+    return texts
 
 
-def _compared(size: Size, texts: list[Sample]) -> list[Sample]:
-    """The texts with the weights that they have in a proof of this size."""
-    if size is FULL:
-        return texts
+def fewer_tokens(texts: Sequence[Sample]) -> list[Sample]:
+    """The texts, of which all but `WHOLE` have a weight for one token only: products with the head are most of what they cost."""
     last = [np.arange(text.weight.size) == np.flatnonzero(text.weight)[-1] for text in texts]
     return [text if at == WHOLE else replace(text, weight=text.weight * last[at]) for at, text in enumerate(texts)]
 
