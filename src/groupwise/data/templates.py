@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, product
+from string import punctuation
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -153,30 +154,35 @@ class Template(Wording):
         core.no_truncation()
         core.no_padding()
         core.encode_special_tokens = bool(self.tokenizer.split_special_tokens)
+        uncut = self._uncut if len(texts) > AT_ONCE else None  # what is known of few texts serves no others
         encoded: list[list[int]] = []
         known: dict[str, list[int]] = {}
-        for start in range(0, len(texts), AT_ONCE):
-            batch = self._cut(texts[start : start + AT_ONCE])
-            new = list({piece for pieces in batch for piece in pieces} - known.keys())
-            known.update(zip(new, (one.ids for one in core.encode_batch_fast(new, add_special_tokens=False)), strict=True))
-            encoded += [[token for piece in pieces for token in known[piece]] for pieces in batch]
-        return encoded
 
-    def _cut(self, texts: list[str]) -> list[list[str]]:
-        """The pieces of each text, whose ids are the text's.  Most pieces of many texts come again, and are encoded once; few texts
-        stay whole."""
-        if len(texts) < AT_ONCE or self._uncut is None:
-            return [[text] for text in texts]
-        return [[text] if self._uncut.search(text) else PIECES.findall(text) for text in texts]
+        def ids(texts: Sequence[str]) -> list[list[int]]:
+            return [one.ids for one in core.encode_batch_fast(texts, add_special_tokens=False)]
+
+        for start in range(0, len(texts), AT_ONCE):
+            batch = texts[start : start + AT_ONCE]
+            if uncut is None:
+                encoded += ids(batch)
+                continue
+            pieces = [[text] if uncut.search(text) else PIECES.findall(text) for text in batch]
+            new = list({piece for text in pieces for piece in text} - known.keys())
+            known.update(zip(new, ids(new), strict=True))
+            encoded += [[token for piece in text for token in known[piece]] for text in pieces]
+            if start == 0 and encoded != (whole := ids(batch)):  # of words of its own that `_uncut` does not try
+                uncut, encoded = None, whole
+        return encoded
 
     @cached_property
     def _uncut(self) -> re.Pattern[str] | None:
-        """Finds added tokens that `PIECES` would cut, or that take white space beside them.
+        """Finds added tokens that `PIECES` would cut, or that depend on what stands beside them.
 
         None for a tokenizer that does not itself cut where `PIECES` does, or that normalises texts.
         """
         core = self._core
         text = "".join(map("".join, product(KINDS, BETWEEN, KINDS)))
+        text += " ".join(map("".join, product(("a", "B", "1"), punctuation, ("a", "B", "000", " "))))
 
         def words(text: str) -> list[str]:
             return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(text)]
@@ -186,7 +192,11 @@ class Template(Wording):
         if words(text) != [word for piece in PIECES.findall(text) for word in words(piece)]:
             return None
         added = core.get_added_tokens_decoder().values()
-        return _any_of(token.content for token in added if token.lstrip or token.rstrip or len(PIECES.findall(token.content)) > 1)
+        return _any_of(
+            token.content
+            for token in added
+            if token.lstrip or token.rstrip or token.single_word or len(PIECES.findall(token.content)) > 1
+        )
 
     @cached_property
     def _core(self) -> Any:
