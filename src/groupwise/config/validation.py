@@ -387,8 +387,8 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.factory names no environment: write {{name: file.py:Class}}"
     for name, spec in factory.items() if isinstance(factory, Mapping) else [("", factory)] if factory else []:
         key = f"{at}.factory.{name}" if name else f"{at}.factory"
-        if spec not in FACTORIES and (wrong := _wrong_name(spec, "Class")):
-            yield (key,), f"{key}: {wrong}{closest(spec, FACTORIES)}"
+        if wrong := _wrong_choice(spec, FACTORIES, "Class", "module:Class or file.py:Class"):
+            yield (key,), f"{key}: {wrong}"
     if environment.talks and recipe.objective in DATASET and recipe.objective != "sft":
         yield f"{at}: {recipe.objective!r} samples no conversations and shows no tools: leave it out of this stage"
     bringing = [f"{at}.{name}" for name in environment.named((*ANSWERING, *ASKING))]
@@ -411,6 +411,8 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.interface belongs to {at}.factory, which is not set"
     if environment.args and not environment.named(OWNERS):
         yield f"{at}.args are those of {', '.join(OWNERS)}, and none is set"
+    if environment.openenv is not None and "url" in environment.args:
+        yield f"{at}.openenv and {at}.args.url: the server's address is one of them"
     if environment.args and factory is not None and environment.reasoning_gym is not None:
         yield f"{at}.args: say whose they are: leave {at}.factory or {at}.reasoning_gym out"
     if environment.past == "split" and not (environment.talks or environment.asks):

@@ -33,19 +33,22 @@ class OpenEnv:
     What the policy writes is the action: a JSON object, or the text of the action's only required field.
     """
 
-    def __init__(self, url: str, *, field: str | None = None, seconds: float = 30.0) -> None:
+    def __init__(self, url: str = "", *, field: str | None = None, seconds: float = 30.0) -> None:
         """url: `ws://host:port`, where a server answers at `/ws`.   field: of the action, that a text which is no JSON object goes
         into; default: the only one that the server's schema requires.   seconds: for one answer, and for a free session.
 
         Raises ConfigError for another kind of address, or without the extra.
         """
-        parts = urlsplit(url)
+        parts = urlsplit(str(url))
         if parts.scheme not in ("ws", "wss") or not parts.hostname:
-            raise ConfigError(f"environment.openenv is written ws://host:port, got {url!r}")
+            raise ConfigError(
+                "the address of an OpenEnv server (environment.openenv, or environment.args.url) is written ws://host:port, got "
+                f"{url!r}"
+            )
         try:
             from websockets.sync.client import connect
         except ImportError as error:
-            raise ConfigError(f"environment.openenv needs a package: pip install websockets ({error})") from error
+            raise ConfigError(f"openenv needs a package: pip install websockets ({error})") from error
         base = parts.path.rstrip("/").removesuffix("/ws")
         self.url = urlunsplit((parts.scheme, parts.netloc, f"{base}/ws", parts.query, ""))
         self._schema = urlunsplit(("https" if parts.scheme == "wss" else "http", parts.netloc, f"{base}/schema", "", ""))

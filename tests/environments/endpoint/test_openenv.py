@@ -129,8 +129,9 @@ def test_a_refusal_sent_before_the_first_request_is_read(server):
 
 
 def test_unreachable_servers_and_bad_messages_are_errors(server):
-    with pytest.raises(ConfigError, match="ws://host:port"):
-        OpenEnv("http://127.0.0.1:1")
+    for named in ({"url": "http://127.0.0.1:1"}, {"url": 5}, {}):
+        with pytest.raises(ConfigError, match=r"environment.args.url\) is written ws://host:port"):
+            OpenEnv(**named)
     with pytest.raises(EnvironmentFailure, match="reset failed"):
         OpenEnv("ws://127.0.0.1:1").reset({})
     with pytest.raises(EnvironmentFailure, match="column reset"):
