@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -226,6 +227,14 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
         assert answered is not None
         rollout = answered.turn([{"role": "user", "content": "3"}], 1.0, 0)
     assert rollout.prompt.text.index("1+2") < rollout.prompt.text.index("3<")
+
+
+@pytest.mark.parametrize("game", [{"factory": "openenv", "args": {"url": "ws://127.0.0.1:1"}}, {"openenv": "ws://127.0.0.1:1"}])
+def test_a_run_that_played_is_talked_to_without_its_game(game: dict[str, Any]) -> None:
+    origin: Any = SimpleNamespace(recipe=make_recipe(GAME | {"environment": game}))
+    policy: Any = None
+    with ExitStack() as ends:
+        assert Answered.of(policy, origin, None, 8, ends) is None
 
 
 @pytest.mark.slow

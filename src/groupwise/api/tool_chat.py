@@ -34,8 +34,8 @@ class Answered:
     ) -> Answered | None:
         """A policy with its environment; None without an environment, or where a harness drives the episodes."""
         settings = environment_of(environment or {})
-        if environment is None and origin is not None and not origin.recipe.environment.factory:  # a game is no conversation
-            settings = origin.recipe.environment
+        if environment is None and origin is not None and not origin.recipe.environment.named(("factory", "openenv")):
+            settings = origin.recipe.environment  # a game is no conversation
         source = make_runtime(settings)
         if source is None:
             return None
