@@ -343,6 +343,8 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
         at = f"rewards.{place}"
         if wrong := _wrong_choice(reward.function, REWARDS, "function", "module:function or file.py:function"):
             yield f"{at}.function: {wrong}"
+        if reward.function == "model" and "path" not in reward.args:
+            yield (f"{at}.args", f"{at}.function"), f"{at}.args: the reward 'model' needs the path of a reward model: {{path: ...}}"
         name = reward.name or reward.function.rpartition(":")[2]
         if name in names:
             yield (f"{at}.name", f"{at}.function"), f"two rewards are called {name!r}; give one of them another name"
