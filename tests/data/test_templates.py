@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from groupwise.config.settings import DataSettings
 from groupwise.data import templates
 from groupwise.data.messages import variables_in
+from groupwise.data.pieces import find_cut
 from groupwise.data.sources import BadRow, SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer, bpe_tokenizer, byte_tokenizer
@@ -473,6 +474,8 @@ PATTERNS = {
     "numbers from their end": r"\p{N}{1,3}(?=(?:\p{N}{3})*\b)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "sentences": r"[^.]+|\.",
     "thousands": r"\d{1,3}(?:,\d{3})+|\d+|\p{L}+|\s+|.",
+    "initials": r"\p{Lu}\.\p{Lu}\.|\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+",
+    "units": r"\d+[kK][mM]|\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+",
     "words of its own": r"e\.g\.|\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+",
 }
 
@@ -498,4 +501,17 @@ def test_the_ids_of_many_texts_are_those_of_each_alone(kind, monkeypatch):
     template = Template(tokenizer=PreTrainedTokenizerFast(tokenizer_object=core))
     alone = [template.encode([text], plain=[True])[0].tolist() for text in texts]
     assert [ids.tolist() for ids in template.encode(texts, plain=[True] * len(texts))] == alone
-    assert (template._uncut is not None) == (kind in ("gpt2", "llama3", "o200k", "words of its own"))
+    assert (template._cut is not None) == (kind in ("gpt2", "llama3", "o200k"))
+
+
+class OwnWords:
+    """A pre-tokenizer that is written in Python."""
+
+    def pre_tokenize(self, text):
+        text.split(lambda _, part: [part])
+
+
+def test_a_tokenizer_with_words_in_python_encodes_whole_texts():
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(OwnWords())
+    assert find_cut(core) is None

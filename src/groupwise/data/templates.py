@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, product
-from string import punctuation
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -31,6 +29,7 @@ from groupwise.data.messages import (
     tools_in,
     with_arguments,
 )
+from groupwise.data.pieces import any_of, find_cut
 from groupwise.data.rendering import Chat, Refusal, render_chats, shown_template, unmentioned
 from groupwise.data.sources import Row
 from groupwise.data.wording import ReadRow, Wording
@@ -50,20 +49,6 @@ OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
 
 AT_ONCE = 1_000
 """Texts that the tokenizer encodes at a time: what it makes of one is many times as large as its ids, and would fill the memory."""
-PIECES = re.compile(
-    r"""\s*+ (?:
-        [A-Za-z]++ (?![^\s!-&(-~])  # a word, which no apostrophe or other letter follows
-      | [0-9]++ (?![^\s!-~])        # a number
-      | (?: [!-/:-~]++ (?![^\s!-~]) | \S++ )  # anything else up to a number or white space,
-        (?: (?!\n[^\s/]) [^\S ] \s*+ \S*+ )*+ \n?  # and further, unless a space or the end of one line is next
-      ) | \s+""",
-    re.VERBOSE,
-)
-"""Cuts a text before spaces, around numbers, and behind words and lines: where byte-level tokenizers (GPT-2, Llama 3, Qwen,
-SmolLM2, our own) cut it, whatever else they do.  GPT-4o's takes a slash to the line before it."""
-KINDS = ("a", "B", "'s", "é", "中", "12345", "²", "٣", ".", ",", "'", '"', "(", "-", "_", "/", "$", "<", "\0")
-"""Of characters, as tokenizers tell them apart."""
-BETWEEN = ("", " ", "  ", "\n", "\n\n", "\n ", " \n", "\t")
 THINK = "<think>"
 MARK = "zq7mark"
 """Stands for an answer where the template is looked at."""
@@ -154,49 +139,20 @@ class Template(Wording):
         core.no_truncation()
         core.no_padding()
         core.encode_special_tokens = bool(self.tokenizer.split_special_tokens)
-        uncut = self._uncut if len(texts) > AT_ONCE else None  # what is known of few texts serves no others
+        cut = self._cut if len(texts) > AT_ONCE else None  # the pieces of few texts serve no others
         encoded: list[list[int]] = []
         known: dict[str, list[int]] = {}
-
-        def ids(texts: Sequence[str]) -> list[list[int]]:
-            return [one.ids for one in core.encode_batch_fast(texts, add_special_tokens=False)]
-
         for start in range(0, len(texts), AT_ONCE):
-            batch = texts[start : start + AT_ONCE]
-            if uncut is None:
-                encoded += ids(batch)
-                continue
-            pieces = [[text] if uncut.search(text) else PIECES.findall(text) for text in batch]
-            new = list({piece for text in pieces for piece in text} - known.keys())
-            known.update(zip(new, ids(new), strict=True))
-            encoded += [[token for piece in text for token in known[piece]] for text in pieces]
-            if start == 0 and encoded != (whole := ids(batch)):  # of words of its own that `_uncut` does not try
-                uncut, encoded = None, whole
+            batch = [[text] if cut is None else cut(text) for text in texts[start : start + AT_ONCE]]
+            new = list({piece for pieces in batch for piece in pieces} - known.keys())
+            known.update(zip(new, (one.ids for one in core.encode_batch_fast(new, add_special_tokens=False)), strict=True))
+            encoded += [[token for piece in pieces for token in known[piece]] for pieces in batch]
         return encoded
 
     @cached_property
-    def _uncut(self) -> re.Pattern[str] | None:
-        """Finds added tokens that `PIECES` would cut, or that depend on what stands beside them.
-
-        None for a tokenizer that does not itself cut where `PIECES` does, or that normalises texts.
-        """
-        core = self._core
-        text = "".join(map("".join, product(KINDS, BETWEEN, KINDS)))
-        text += " ".join(map("".join, product(("a", "B", "1"), punctuation, ("a", "B", "000", " "))))
-
-        def words(text: str) -> list[str]:
-            return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(text)]
-
-        if core.pre_tokenizer is None or (core.normalizer and core.normalizer.normalize_str(text) != text):
-            return None
-        if words(text) != [word for piece in PIECES.findall(text) for word in words(piece)]:
-            return None
-        added = core.get_added_tokens_decoder().values()
-        return _any_of(
-            token.content
-            for token in added
-            if token.lstrip or token.rstrip or token.single_word or len(PIECES.findall(token.content)) > 1
-        )
+    def _cut(self) -> Callable[[str], list[str]] | None:
+        """Cuts a text into pieces whose ids are the text's; None if there is no way that is certain."""
+        return find_cut(self._core)
 
     @cached_property
     def _core(self) -> Any:
@@ -396,7 +352,7 @@ class Template(Wording):
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
         """Finds special tokens in a text, the longest first: they end turns and begin them."""
-        return _any_of(self._special)
+        return any_of(self._special)
 
     @cached_property
     def typed_pattern(self) -> re.Pattern[str]:
@@ -404,7 +360,7 @@ class Template(Wording):
 
         Qwen3's vocabulary holds `<tool_call>` and `</think>` as added tokens that are not special.
         """
-        return _any_of(self._control)
+        return any_of(self._control)
 
     @cached_property
     def _special(self) -> frozenset[str]:
@@ -675,28 +631,6 @@ def _is_bare(message: Mapping[str, Any]) -> bool:
 def _is_name(key: object, value: object) -> bool:
     """True for a role or a kind of part, which templates compare: it stays, also where a token has its name."""
     return key in ("role", "type") and isinstance(value, str) and value.isidentifier()
-
-
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of these, the longest first.  Tokens share their beginnings: Gemma has 6,200 that begin with `<`.
-
-    >>> _any_of(["<a>", "<ab>", "[X]", "<a>>"]).findall("<ab><a>>[X]<a> <b>")
-    ['<ab>', '<a>>', '[X]', '<a>']
-    """
-    return re.compile(_alternatives(sorted(set(tokens) - {""})) or r"\A(?!)")
-
-
-def _alternatives(tokens: Sequence[str]) -> str:
-    """A pattern of sorted texts, as a tree of their beginnings."""
-    branches = []
-    for _, group in groupby(tokens, key=lambda token: token[:1]):
-        alike = list(group)
-        first, last = alike[0], alike[-1]
-        shared = first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
-        rest = [token[len(shared) :] for token in alike if token != shared]
-        behind = f"(?:{_alternatives(rest)})" + "?" * (len(rest) < len(alike)) if rest else ""
-        branches.append(re.escape(shared) + behind)
-    return "|".join(branches)
 
 
 _MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
