@@ -219,6 +219,10 @@ def test_a_flipped_bit_is_named_and_nothing_else_is_lost(
         assert "<title>run" in report(open_sources([run]))
 
 
+def test_a_flipped_bit_in_the_last_byte_of_the_log_is_named(recipe: Path, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_flip("metrics.jsonl", (run / "metrics.jsonl").stat().st_size - 1, 1, recipe, run, caplog)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(3))

@@ -131,10 +131,12 @@ class LogReader:
                 raise RunError(f"{self._run.folder / METRICS} has more than {LARGEST_LOG:,} bytes")
             file.seek(self._offset)
             fresh = file.read()
-        whole = fresh[: fresh.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        lines = whole.split(b"\n")[:-1]
         known = self._run.digests(METRICS).keys()
+        *lines, tail = fresh.split(b"\n")
+        if known and files.digest_of(tail[:-1]) in known:  # a whole line, whose end is something else
+            lines.append(tail)
+            tail = b""
+        self._offset += len(fresh) - len(tail)
         digests = [files.digest_of(line) for line in lines] if known else []
         self._matched.update(known & set(digests))
         # A digest that no line has is that of a line which was written otherwise.  Without one, the power went before the digests
